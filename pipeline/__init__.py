@@ -1,0 +1,1 @@
+"""Shards of documents to token bins."""

@@ -1,0 +1,1 @@
+"""Token bins and a model to a run directory."""
