@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -145,6 +146,24 @@ def write_whole(path: Path, content: bytes) -> None:
         publish(file, path)
 
 
+def write_exclusively(path: Path, content: bytes) -> bool:
+    """Write a small file whole, unless there is one: whether it was this call that wrote it."""
+    mine = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    write_whole(mine, content)
+    try:
+        os.link(mine, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        if path.exists():
+            return False
+        mine.replace(path)
+        return True
+    finally:
+        mine.unlink(missing_ok=True)
+    return True
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
@@ -223,7 +242,7 @@ def create_dataset(directory: Path, dataset: Dataset, tokenizer: bytes) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "dataset.json"
     if not path.exists():
-        _write_exclusively(path, _json_bytes(dataset))
+        write_exclusively(path, _json_bytes(dataset))
     found = read_dataset(directory)
     for field in fields(Dataset):
         have, want = getattr(found, field.name), getattr(dataset, field.name)
@@ -234,26 +253,11 @@ def create_dataset(directory: Path, dataset: Dataset, tokenizer: bytes) -> None:
             )
     copy = directory / "tokenizer.json"
     if not copy.exists():
-        write_whole(copy, tokenizer)
+        write_exclusively(copy, tokenizer)
     if (have := sha256_of(copy)) != dataset.tokenizer_sha256:
         raise TokenBinError(
             f"{copy}: sha256 {have}, expected {dataset.tokenizer_sha256} as dataset.json says"
         )
-
-
-def _write_exclusively(path: Path, content: bytes) -> None:
-    """Write a whole file unless somebody else has just done so."""
-    mine = path.with_name(f"{path.name}.{os.getpid()}")
-    write_whole(mine, content)
-    try:
-        os.link(mine, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        if not path.exists():
-            mine.replace(path)
-            return
-    mine.unlink()
 
 
 # ------------------------------------------------------------------ the files of one bin
@@ -305,6 +309,11 @@ def docs_header(num_documents: int) -> bytes:
     fact = {"descr": DOCUMENT.descr, "fortran_order": False, "shape": (num_documents,)}
     np.lib.format.write_array_header_1_0(buffer, fact)
     return buffer.getvalue()
+
+
+def docs_bytes(num_documents: int) -> int:
+    """The size of an index of that many documents."""
+    return len(docs_header(num_documents)) + num_documents * DOCUMENT.itemsize
 
 
 # ------------------------------------------------------------------ writing a bin
@@ -364,7 +373,17 @@ class BinWriter:
 
         Raises:
             TokenRangeError: an id is outside the vocabulary, or is end-of-text inside a document.
+            TokenBinError: a number does not fit the documents index.
         """
+        if not lines:
+            return
+        for name, column in (("line", lines), ("text_bytes", text_bytes)):
+            if max(column) > np.iinfo(DOCUMENT[name]).max:
+                raise TokenBinError(f"{self._shard}: {name} {max(column):,} does not fit the index")
+        for name in subsets:
+            self._subset_index.setdefault(name, len(self._subset_index))
+        if len(self._subset_index) > np.iinfo(DOCUMENT["subset"]).max + 1:
+            raise TokenBinError(f"{self._shard}: more than 65,536 subsets do not fit the index")
         ends = np.cumsum(lengths, dtype=np.int64)
         self._check(ids, ends, lines)
         end_of_text = self._dataset.end_of_text_id
@@ -377,12 +396,7 @@ class BinWriter:
         rows["end_token"] = self._tokens + ends + np.arange(1, len(lines) + 1)
         rows["line"] = lines
         rows["text_bytes"] = text_bytes
-        for name in subsets:
-            self._subset_index.setdefault(name, len(self._subset_index))
         rows["subset"] = [self._subset_index[name] for name in subsets]
-        for name, column in (("line", lines), ("text_bytes", text_bytes)):
-            if max(column, default=0) > np.iinfo(DOCUMENT[name]).max:
-                raise TokenBinError(f"{self._shard}: {name} {max(column):,} does not fit the index")
         self._docs.write(rows.tobytes())
         grown = np.zeros((len(self._subset_index), 3), np.int64)
         grown[: len(self._counts)] = self._counts

@@ -1,0 +1,293 @@
+"""Shards: which ones there are, and their documents, read once from the first byte to the last.
+
+A shard is a `.jsonl` or `.jsonl.zst` file in DATA or DATA/train, called by its stem. What is
+damaged is an error and never a shorter shard: a zstd frame has to end, its checksum to agree, and
+what follows it to be another frame or the end of the file. Memory is bounded by the largest
+document (and by the window that a frame asks for).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import zstandard
+
+from pipeline.documents import RejectError, parse
+from pipeline.tokenbin import Source
+
+SUFFIXES = (".jsonl.zst", ".jsonl")
+NEVER_TRAINED_ON = ("val", "test")
+BATCH_BYTES = 1 << 20  # of lines in a batch; a longer document makes a batch of its own
+
+_CHUNK_BYTES = 1 << 20
+_LARGEST_FEED, _SMALLEST_FEED = 1 << 14, 1 << 9
+_LARGEST_WINDOW = 1 << 31
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class ShardError(Exception):
+    """A shard cannot be read, or the choice of shards cannot be met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An input file and the name by which it goes: its stem, `07`."""
+
+    name: str
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the file as it lies there, compressed or not."""
+        return self.path.stat().st_size
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.suffix == ".zst"
+
+
+# ------------------------------------------------------------------ which shards there are
+
+
+def find_shards(data: Path, wanted: str = "all") -> list[Shard]:
+    """The shards to train on, in name order.
+
+    Args:
+        data: the folder; the shards lie in it or in its `train` folder.
+        wanted: `00-29`, `0-3`, `00,02,05-07`, names, or `all`. Numbers match stems by value.
+
+    Raises:
+        ShardError: one is not there, or two files go by the same number.
+    """
+    present = _present(data)
+    chosen: dict[int | str, None] = {}
+    for item in wanted.split(","):
+        chosen.update(dict.fromkeys(_keys(item.strip(), present, data)))
+    shards: list[Shard] = []
+    for key in chosen:
+        first, *others = present[key]
+        if others:
+            raise ShardError(
+                f"{data}: {', '.join(str(shard.path) for shard in (first, *others))} "
+                f"go by the same number or name: keep one of them"
+            )
+        shards.append(first)
+    return sorted(shards, key=lambda shard: shard.name)
+
+
+def find_validation(data: Path) -> Shard | None:
+    """DATA's `val.jsonl.zst` or `val.jsonl`, if there is one."""
+    found = [data / f"val{suffix}" for suffix in SUFFIXES if (data / f"val{suffix}").is_file()]
+    if len(found) > 1:
+        raise ShardError(f"{data}: {found[0].name} and {found[1].name} are both there: keep one")
+    return Shard("val", found[0]) if found else None
+
+
+def _present(data: Path) -> dict[int | str, list[Shard]]:
+    """What may be trained on, by number or name."""
+    if not data.is_dir():
+        raise ShardError(f"{data}: there is no such folder, expected the one with the shards")
+    present: dict[int | str, list[Shard]] = {}
+    for folder in (data, data / "train"):
+        for path in sorted(folder.glob("*.jsonl*")):
+            suffix = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+            if suffix is None or path.name.startswith(".") or not path.is_file():
+                continue
+            name = path.name.removesuffix(suffix)
+            if name not in NEVER_TRAINED_ON:
+                present.setdefault(_key(name), []).append(Shard(name, path))
+    if not present:
+        raise ShardError(f"{data}: no {' or '.join(SUFFIXES)} files in it or in its train folder")
+    return present
+
+
+def _key(name: str) -> int | str:
+    return int(name) if re.fullmatch("[0-9]+", name) else name
+
+
+def _keys(item: str, present: dict[int | str, list[Shard]], data: Path) -> list[int | str]:
+    """What one item of a list of shards stands for."""
+    if item == "all":
+        return list(present)
+    if _key(item) in present:
+        return [_key(item)]
+    if item in NEVER_TRAINED_ON:
+        raise ShardError(f"--shards {item}: the {item} file is never trained on")
+    bounds = re.fullmatch("([0-9]+)-([0-9]+)", item)
+    if not bounds:
+        raise ShardError(f"{data}: there is no shard {item!r}; there are {_listing(present)}")
+    first, last = int(bounds[1]), int(bounds[2])
+    if first > last:
+        raise ShardError(f"--shards {item}: the range runs backwards")
+    missing = (number for number in range(first, last + 1) if number not in present)
+    if lacking := [f"{number:0{len(bounds[1])}d}" for number in islice(missing, 5)]:
+        raise ShardError(
+            f"{data}: --shards {item} asks for {', '.join(lacking)}, which "
+            f"{'is' if len(lacking) == 1 else 'are'} not there; there are {_listing(present)}"
+        )
+    return list(range(first, last + 1))
+
+
+def _listing(present: dict[int | str, list[Shard]]) -> str:
+    names = sorted(shard.name for shards in present.values() for shard in shards)
+    return ", ".join(names if len(names) <= 40 else [*names[:39], f"… ({len(names)} in all)"])
+
+
+# ------------------------------------------------------------------ reading one
+
+
+class Reject(NamedTuple):
+    """A line that holds no document."""
+
+    line: int
+    byte: int  # where the line starts in the decompressed shard
+    reason: str
+
+
+@dataclass(slots=True)
+class Batch:
+    """Documents in the order of the shard, column by column, and the rejects among them."""
+
+    texts: list[str] = field(default_factory=list[str])
+    lines: list[int] = field(default_factory=list[int])  # from 1, blank lines counted
+    text_bytes: list[int] = field(default_factory=list[int])  # in UTF-8
+    subsets: list[str] = field(default_factory=list[str])
+    rejects: list[Reject] = field(default_factory=list[Reject])
+
+    def add(self, text: str, line: int, subset: str) -> None:
+        self.texts.append(text)
+        self.lines.append(line)
+        self.text_bytes.append(len(text) if text.isascii() else len(text.encode()))
+        self.subsets.append(subset)
+
+
+class ShardReader:
+    """Reads a shard in batches of documents: `for batch in reader`, once.
+
+    Raises:
+        ShardError: while reading, if the file is cut off, damaged, empty, or not zstd.
+    """
+
+    def __init__(self, shard: Shard, repair: bool = False, batch_bytes: int = BATCH_BYTES) -> None:
+        self.shard = shard
+        self.source_bytes = 0  # of the file as it lies there, read so far
+        self.num_documents = 0
+        self.num_rejects = 0
+        self._repair = repair
+        self._batch_bytes = batch_bytes
+        self._sha256 = hashlib.sha256()
+
+    @property
+    def source(self) -> Source:
+        """What was read, once all of it was."""
+        return Source(
+            name=self.shard.path.name, size=self.source_bytes, sha256=self._sha256.hexdigest()
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        batch, batch_bytes = Batch(), 0
+        line_number, byte = 0, 0
+        for lines, opens in self._lines():
+            for line in lines:
+                line_number += 1
+                line_byte, byte = byte, byte + len(line) + 1
+                batch_bytes += len(line)
+                try:
+                    found = parse(
+                        line.removeprefix(_BYTE_ORDER_MARK) if opens else line, self._repair
+                    )
+                except RejectError as error:
+                    batch.rejects.append(Reject(line_number, line_byte, str(error)))
+                    self.num_rejects += 1
+                else:
+                    if found:
+                        batch.add(found[0], line_number, found[1])
+                        self.num_documents += 1
+                opens = False
+                if batch_bytes >= self._batch_bytes:
+                    yield batch
+                    batch, batch_bytes = Batch(), 0
+        yield batch
+
+    def _lines(self) -> Iterator[tuple[list[bytes], bool]]:
+        """Whole lines, and whether the first of them opens a file or a frame."""
+        pending: list[bytes] = []
+        opening = False
+        for block, opens in self._frames() if self.shard.compressed else self._plain():
+            opening = opening or (opens and not pending)
+            lines = block.split(b"\n")  # no other character ends a line
+            rest = lines.pop()
+            if lines:
+                lines[0] = b"".join((*pending, lines[0]))
+                pending.clear()
+                yield lines, opening
+                opening = False
+            if rest:
+                pending.append(rest)
+        if pending:
+            yield [b"".join(pending)], opening
+
+    def _plain(self) -> Iterator[tuple[bytes, bool]]:
+        opens = True
+        for chunk in self._chunks():
+            yield chunk, opens
+            opens = False
+
+    def _frames(self) -> Iterator[tuple[bytes, bool]]:
+        """What the zstd frames hold, in blocks, and whether a block is the first of its frame."""
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+        frame, frame_byte, opens, head = None, 0, True, b""
+        feed = _SMALLEST_FEED
+        for chunk in self._chunks():
+            chunk_byte = self.source_bytes - len(chunk)
+            place = 0
+            while place < len(chunk):
+                piece = chunk[place : place + feed]
+                if frame is None:
+                    frame, frame_byte, opens = (
+                        decompressor.decompressobj(),
+                        chunk_byte + place,
+                        True,
+                    )
+                    head = piece[:16]
+                try:
+                    block = frame.decompress(piece)
+                except zstandard.ZstdError as error:
+                    reason = str(error).removeprefix("zstd decompressor error: ")
+                    raise ShardError(
+                        f"{self.shard.path}: damaged, or no zstd frame, at byte {frame_byte:,} "
+                        f"({reason}; it starts with {head!r}): get the file again"
+                    ) from None
+                place += len(piece) - len(frame.unused_data)
+                if frame.eof:
+                    frame = None
+                # A few bytes can hold a gigabyte of repetition, and all of it comes at once.
+                calm = len(block) < 64 * _LARGEST_FEED
+                feed = min(2 * feed, _LARGEST_FEED) if calm else _SMALLEST_FEED
+                if block:
+                    yield block, opens
+                    opens = False
+        if frame is not None:
+            raise ShardError(
+                f"{self.shard.path}: cut off inside the zstd frame that starts at byte "
+                f"{frame_byte:,} (the file has {self.source_bytes:,} bytes): get the file again"
+            )
+
+    def _chunks(self) -> Iterator[bytes]:
+        """The file as it lies there, counted and hashed on the way."""
+        with self.shard.path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                self.source_bytes += len(chunk)
+                self._sha256.update(chunk)
+                yield chunk
+        if not self.source_bytes:
+            raise ShardError(
+                f"{self.shard.path}: an empty file, expected at least a zstd frame or a line: "
+                f"get the file again"
+            )
