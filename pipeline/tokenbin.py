@@ -533,3 +533,46 @@ class TokenBins:
 def built(directory: Path, split: Split) -> list[str]:
     """The shards of a split that have a receipt, in name order."""
     return sorted(path.stem for path in (directory / split).glob("*.json"))
+
+
+def select_shards(spec: str, names: Sequence[str], where: Path) -> list[str]:
+    """The names that `spec` picks, in name order.
+
+    `all`, or a list by commas of ranges (`00-29`), numbers (`7`, matched by value: `07` too) and
+    names.
+
+    Raises:
+        TokenBinError: a shard is not there, or a number fits two names.
+    """
+    if spec == "all":
+        if not names:
+            raise TokenBinError(f"{where}: there are no shards")
+        return sorted(names)
+    by_number: dict[int, list[str]] = {}
+    for name in names:
+        if name.isdecimal():
+            by_number.setdefault(int(name), []).append(name)
+    picked: set[str] = set()
+    missing: list[str] = []
+    for item in (part.strip() for part in spec.split(",")):
+        first, dash, last = item.partition("-")
+        if first.isdecimal() and (not dash or last.isdecimal()):
+            wanted = range(int(first), int(last if dash else first) + 1)
+            if not wanted:
+                raise TokenBinError(f"--shards {item}: the range is empty; write {last}-{first}")
+            for number in wanted:
+                fitting = by_number.get(number, [])
+                if len(fitting) > 1:
+                    raise TokenBinError(
+                        f"{where}: {' and '.join(sorted(fitting))} are the same number: rename one"
+                    )
+                picked.update(fitting)
+                missing += [] if fitting else [f"{number:02d}"]
+        elif item in names:
+            picked.add(item)
+        else:
+            missing.append(item)
+    if missing:
+        there = ", ".join(sorted(names)) or "none"
+        raise TokenBinError(f"{where}: no shard {', '.join(missing)}; there is: {there}")
+    return sorted(picked)
