@@ -47,7 +47,7 @@ class ModelConfig:
     num_attention_heads: Count = 12
     num_key_value_heads: Count | None = None  # None: as many as attention heads
     num_hidden_layers: Count = 12
-    max_position_embeddings: Count = 2048  # tokens
+    max_position_embeddings: Count = 1024  # tokens
     intermediate_size: Count = 2048
     rope_theta: Positive = 10_000.0
     rms_norm_eps: Positive = 1e-5

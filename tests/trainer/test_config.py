@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.llama import LLaMAConfig
 from trainer.config import (
     BatchConfig,
     CheckpointConfig,
@@ -292,7 +293,7 @@ def test_a_context_beyond_the_model_is_refused_with_both_numbers(tmp_path: Path)
     """The rotary table ends there, which would show as a shape error in the first batch."""
     message = refusal(tmp_path, "[data]\ncontext = 4096")
     assert "data.context is 4,096" in message
-    assert "model.max_position_embeddings is 2,048" in message
+    assert "model.max_position_embeddings is 1,024" in message
 
 
 def test_micro_windows_must_divide_the_batch(tmp_path: Path) -> None:
@@ -327,3 +328,10 @@ def test_the_model_fields_leave_nothing_open() -> None:
     assert values.keys() == {field.name for field in fields(ModelConfig)}
     assert (values["vocab_size"], values["num_key_value_heads"]) == (300, 6)
     assert ModelConfig(num_key_value_heads=2).llama_fields(10)["num_key_value_heads"] == 2
+
+
+def test_the_model_section_is_the_models_own_configuration() -> None:
+    """A field or a default that stands in two places would drift apart."""
+    ours = ModelConfig().llama_fields(LLaMAConfig().vocab_size)
+    assert LLaMAConfig(**ours) == LLaMAConfig()
+    assert ours.keys() == {field.name for field in fields(LLaMAConfig)}
