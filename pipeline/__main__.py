@@ -12,7 +12,6 @@ from typing import Literal
 
 import click
 from rich.console import Console
-from rich.logging import RichHandler
 
 from pipeline.adopt import adopt as adopt_bin
 from pipeline.bpe import Pattern, TokenizerError, load, require_memory, train
@@ -232,7 +231,9 @@ def tokenize(
 
 @cli.command()
 @click.argument("bins", type=path, default=BINS)
-@click.option("--adopt", type=path, metavar="FILE", help="Take in a bare bin instead.")
+@click.option(
+    "--adopt", type=path, metavar="FILE", help="Take in a bare bin, such as nanoGPT's train.bin."
+)
 @click.option("--tokenizer", type=path, help="Of the bare bin [default: the one in BINS]")
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
 @click.option("--eot", help="Token that ends its documents [default: <|endoftext|>]")
@@ -278,6 +279,13 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
+class _ToStderr(logging.Handler):
+    """Writes to what stderr is at the moment: while bars are shown, it is above them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
 def _end(*_: object) -> None:
     """On SIGTERM, by the way of an exception, so that no lock and no process is left."""
     sys.exit(143)
@@ -285,12 +293,8 @@ def _end(*_: object) -> None:
 
 def main() -> None:
     """Run a command; what is wrong with its input is told in one line."""
-    if sys.stderr.isatty():
-        handler = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    else:
-        form = "%(asctime)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S")
+    form = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", handlers=[_ToStderr()])
     signal.signal(signal.SIGTERM, _end)
     try:
         cli(prog_name="python -m pipeline")

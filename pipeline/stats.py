@@ -38,7 +38,8 @@ def totals(split: str, receipts: Sequence[Receipt]) -> dict[str, Any]:
 
 def table(sums: dict[str, Any]) -> Table:
     """The same for the eye."""
-    shown = Table(title=f"{sums['split']}: {sums['bins']} bins", title_justify="left")
+    bins = "1 bin" if sums["bins"] == 1 else f"{sums['bins']} bins"
+    shown = Table(title=f"{sums['split']}: {bins}", title_justify="left")
     for heading in ("subset", "documents", "tokens", "bytes of text", "tokens a byte"):
         shown.add_column(heading, justify="left" if heading == "subset" else "right")
     for name, counts in (*sums["subsets"].items(), ("all", sums)):

@@ -112,7 +112,7 @@ def bytes_dataset(vocab_size: int = 257, **changes: object) -> Dataset:
         "max_reject_share": 0.01,
         "repair": False,
     }
-    return Dataset(**(fields | changes))  # type: ignore[arg-type]
+    return Dataset(**(fields | changes))
 
 
 def flat(documents: Iterable[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

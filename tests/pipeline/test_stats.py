@@ -51,7 +51,7 @@ def test_subsets_are_summed_over_bins() -> None:
     }
     console = Console(file=StringIO(), width=100)
     console.print(table(sums))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     assert "10,002" in shown
     assert "0.5556" in shown
     assert totals("val", [])["max_id"] == -1
