@@ -225,7 +225,9 @@ def tokenize(
         log.warning("%s", concern)
     _show(receipts)
     if failures:
-        log.error("%d of %d shards failed: %s", len(failures), len(jobs), ", ".join(failures))
+        log.error(
+            "%d of %d shards failed: %s", len(failures), len(jobs), ", ".join(sorted(failures))
+        )
         sys.exit(1)
 
 
