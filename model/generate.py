@@ -58,9 +58,6 @@ def generate(
     cache = [LayerCache(capacity) for _ in model.layers]
     context_BT = unread_BT = prompt_BT
     for _ in range(max_new_tokens):
-        if context_BT.shape[1] > longest:
-            context_BT = unread_BT = context_BT[:, -max(longest // 2, 1) :]
-            cache = [LayerCache(longest) for _ in model.layers]
         x_BTC = model.hidden_states(unread_BT, cache)
         logits_BV = F.linear(x_BTC[:, -1], model.head_weight)
         ids_B = draw(logits_BV, temperature, top_k, top_p, generator)
@@ -72,6 +69,9 @@ def generate(
             return
         unread_BT = ids_B[:, None]
         context_BT = torch.cat((context_BT, unread_BT), dim=1)
+        if context_BT.shape[1] > longest:
+            context_BT = unread_BT = context_BT[:, -max(longest // 2, 1) :]
+            cache = [LayerCache(longest) for _ in model.layers]
 
 
 def draw(

@@ -93,8 +93,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = output_gradients
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, scale: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             hidden_gradient = (hidden_gradient * scale).to(hidden_gradient.dtype)

@@ -9,17 +9,15 @@ document (and by the window that a frame asks for).
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import zstandard
 
 from pipeline.documents import RejectError, parse
-from pipeline.tokenbin import Source
+from pipeline.tokenbin import Source, pick_shards, shard_key
 
 SUFFIXES = (".jsonl.zst", ".jsonl")
 NEVER_TRAINED_ON = ("val", "test")
@@ -32,7 +30,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class ShardError(Exception):
-    """A shard cannot be read, or the choice of shards cannot be met."""
+    """A shard cannot be read, or two files claim to be it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +61,23 @@ def find_shards(data: Path, wanted: str = "all") -> list[Shard]:
         wanted: `00-29`, `0-3`, `00,02,05-07`, names, or `all`. Numbers match stems by value.
 
     Raises:
-        ShardError: one is not there, or two files go by the same number.
+        ShardError: two files go by the same number.
+        TokenBinError: one is not there.
     """
+    if held_back := set(NEVER_TRAINED_ON) & {item.strip() for item in wanted.split(",")}:
+        raise ShardError(f"--shards {wanted}: the {held_back.pop()} file is never trained on")
     present = _present(data)
-    chosen: dict[int | str, None] = {}
-    for item in wanted.split(","):
-        chosen.update(dict.fromkeys(_keys(item.strip(), present, data)))
-    shards: list[Shard] = []
-    for key in chosen:
+    names = [shard.name for shards in present.values() for shard in shards]
+    chosen: list[Shard] = []
+    for key in pick_shards(wanted, names, data):
         first, *others = present[key]
         if others:
             raise ShardError(
                 f"{data}: {', '.join(str(shard.path) for shard in (first, *others))} "
                 f"go by the same number or name: keep one of them"
             )
-        shards.append(first)
-    return sorted(shards, key=lambda shard: shard.name)
+        chosen.append(first)
+    return sorted(chosen, key=lambda shard: shard.name)
 
 
 def find_validation(data: Path) -> Shard | None:
@@ -101,42 +100,10 @@ def _present(data: Path) -> dict[int | str, list[Shard]]:
                 continue
             name = path.name.removesuffix(suffix)
             if name not in NEVER_TRAINED_ON:
-                present.setdefault(_key(name), []).append(Shard(name, path))
+                present.setdefault(shard_key(name), []).append(Shard(name, path))
     if not present:
         raise ShardError(f"{data}: no {' or '.join(SUFFIXES)} files in it or in its train folder")
     return present
-
-
-def _key(name: str) -> int | str:
-    return int(name) if re.fullmatch("[0-9]+", name) else name
-
-
-def _keys(item: str, present: dict[int | str, list[Shard]], data: Path) -> list[int | str]:
-    """What one item of a list of shards stands for."""
-    if item == "all":
-        return list(present)
-    if _key(item) in present:
-        return [_key(item)]
-    if item in NEVER_TRAINED_ON:
-        raise ShardError(f"--shards {item}: the {item} file is never trained on")
-    bounds = re.fullmatch("([0-9]+)-([0-9]+)", item)
-    if not bounds:
-        raise ShardError(f"{data}: there is no shard {item!r}; there are {_listing(present)}")
-    first, last = int(bounds[1]), int(bounds[2])
-    if first > last:
-        raise ShardError(f"--shards {item}: the range runs backwards")
-    missing = (number for number in range(first, last + 1) if number not in present)
-    if lacking := [f"{number:0{len(bounds[1])}d}" for number in islice(missing, 5)]:
-        raise ShardError(
-            f"{data}: --shards {item} asks for {', '.join(lacking)}, which "
-            f"{'is' if len(lacking) == 1 else 'are'} not there; there are {_listing(present)}"
-        )
-    return list(range(first, last + 1))
-
-
-def _listing(present: dict[int | str, list[Shard]]) -> str:
-    names = sorted(shard.name for shards in present.values() for shard in shards)
-    return ", ".join(names if len(names) <= 40 else [*names[:39], f"… ({len(names)} in all)"])
 
 
 # ------------------------------------------------------------------ reading one

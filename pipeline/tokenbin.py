@@ -18,9 +18,11 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
@@ -481,11 +483,15 @@ class TokenBins:
             shard asked for has no receipt.
     """
 
-    def __init__(self, directory: Path, split: Split, shards: Sequence[str] | None = None) -> None:
+    def __init__(self, directory: Path, split: Split, shards: str = "all") -> None:
         self.directory = directory
         self.split: Split = split
         self.dataset = read_dataset(directory)
-        paths = [BinPaths(directory, split, name) for name in shards or built(directory, split)]
+        names = built(directory, split)
+        if not names:
+            raise TokenBinError(f"{directory / split}: no bins there: run `make tokenize` first")
+        picked = pick_shards(shards, names, directory / split)
+        paths = [BinPaths(directory, split, name) for name in names if shard_key(name) in picked]
         self.receipts = tuple(read_receipt(path.receipt) for path in paths)
         self._paths = tuple(paths)
         for path, receipt in zip(paths, self.receipts, strict=True):
@@ -535,44 +541,55 @@ def built(directory: Path, split: Split) -> list[str]:
     return sorted(path.stem for path in (directory / split).glob("*.json"))
 
 
-def select_shards(spec: str, names: Sequence[str], where: Path) -> list[str]:
-    """The names that `spec` picks, in name order.
+# ------------------------------------------------------------------ which shards
 
-    `all`, or a list by commas of ranges (`00-29`), numbers (`7`, matched by value: `07` too) and
-    names.
+
+def shard_key(name: str) -> int | str:
+    """What a shard goes by: `1` and `01` are the same number."""
+    return int(name) if re.fullmatch("[0-9]+", name) else name
+
+
+def pick_shards(wanted: str, names: Sequence[str], where: Path) -> list[int | str]:
+    """The keys of the shards that a list asks for, each once.
+
+    Args:
+        wanted: `00-29`, `0-3`, `00,02,05-07`, names, or `all`. Numbers match by value.
+        names: the shards that are there.
+        where: the directory, for the message.
 
     Raises:
-        TokenBinError: a shard is not there, or a number fits two names.
+        TokenBinError: a shard is not there, or a range runs backwards.
     """
-    if spec == "all":
-        if not names:
-            raise TokenBinError(f"{where}: there are no shards")
-        return sorted(names)
-    by_number: dict[int, list[str]] = {}
-    for name in names:
-        if name.isdecimal():
-            by_number.setdefault(int(name), []).append(name)
-    picked: set[str] = set()
-    missing: list[str] = []
-    for item in (part.strip() for part in spec.split(",")):
-        first, dash, last = item.partition("-")
-        if first.isdecimal() and (not dash or last.isdecimal()):
-            wanted = range(int(first), int(last if dash else first) + 1)
-            if not wanted:
-                raise TokenBinError(f"--shards {item}: the range is empty; write {last}-{first}")
-            for number in wanted:
-                fitting = by_number.get(number, [])
-                if len(fitting) > 1:
-                    raise TokenBinError(
-                        f"{where}: {' and '.join(sorted(fitting))} are the same number: rename one"
-                    )
-                picked.update(fitting)
-                missing += [] if fitting else [f"{number:02d}"]
-        elif item in names:
-            picked.add(item)
-        else:
-            missing.append(item)
-    if missing:
-        there = ", ".join(sorted(names)) or "none"
-        raise TokenBinError(f"{where}: no shard {', '.join(missing)}; there is: {there}")
-    return sorted(picked)
+    present = {shard_key(name) for name in names}
+    picked: dict[int | str, None] = {}
+    for item in wanted.split(","):
+        picked.update(dict.fromkeys(_pick(item.strip(), present, names, where)))
+    return list(picked)
+
+
+def _pick(
+    item: str, present: set[int | str], names: Sequence[str], where: Path
+) -> Sequence[int | str]:
+    """What one item of a list stands for."""
+    if item == "all":
+        return list(present)
+    if shard_key(item) in present:
+        return [shard_key(item)]
+    bounds = re.fullmatch("([0-9]+)-([0-9]+)", item)
+    if not bounds:
+        raise TokenBinError(f"{where}: there is no shard {item!r}; there are {_listing(names)}")
+    first, last = int(bounds[1]), int(bounds[2])
+    if first > last:
+        raise TokenBinError(f"--shards {item}: the range runs backwards")
+    missing = (number for number in range(first, last + 1) if number not in present)
+    if lacking := [f"{number:0{len(bounds[1])}d}" for number in islice(missing, 5)]:
+        raise TokenBinError(
+            f"{where}: --shards {item} asks for {', '.join(lacking)}, which "
+            f"{'is' if len(lacking) == 1 else 'are'} not there; there are {_listing(names)}"
+        )
+    return range(first, last + 1)
+
+
+def _listing(names: Sequence[str]) -> str:
+    shown = sorted(names) or ["none"]
+    return ", ".join(shown if len(shown) <= 40 else [*shown[:39], f"… ({len(shown)} in all)"])

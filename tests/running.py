@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from making import END_OF_TEXT_ID, ROOT, bytes_dataset, command, environment, run_cli
 
 from model.llama import LLaMAConfig, LLaMAModel
-from pipeline.tokenbin import BinWriter, Dataset, create_dataset
+from pipeline.tokenbin import BinWriter, create_dataset
 from trainer.batches import to_batch
 from trainer.config import Config
 from trainer.loop import backward, wrap
 from trainer.ranks import Ranks
 
-ROOT = Path(__file__).parent.parent
-END_OF_TEXT = 256
 TINY = """\
 [model]
 hidden_size = 32
@@ -55,16 +52,7 @@ def write_bins(
 ) -> Path:
     """A dataset whose bins hold these tokens (one document a bin, its end-of-text last)."""
     tokenizer = json.dumps({"made": "for a test"}).encode()
-    dataset = Dataset(
-        tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest(),
-        vocab_size=END_OF_TEXT + 1,
-        dtype="uint16",
-        end_of_text_token="<|endoftext|>",
-        end_of_text_id=END_OF_TEXT,
-        holdout=0.0,
-        max_reject_share=0.01,
-        repair=False,
-    )
+    dataset = bytes_dataset(tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest())
     create_dataset(directory, dataset, tokenizer)
     for split, bins in (("train", train), ("val", val or {})):
         for shard, ids in bins.items():
@@ -79,7 +67,7 @@ def write_bins(
 def letters(count: int, seed: int = 0) -> list[int]:
     """Tokens with something to learn in them: a noisy walk through 64 ids, ended."""
     steps = np.random.default_rng(seed).integers(1, 4, count)
-    return [*(np.cumsum(steps)[:-1] % 64).tolist(), END_OF_TEXT]
+    return [*(np.cumsum(steps)[:-1] % 64).tolist(), END_OF_TEXT_ID]
 
 
 def write_config(path: Path, bins: Path, **sections: dict[str, Any]) -> Path:
@@ -98,23 +86,21 @@ def write_config(path: Path, bins: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def start_trainer(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+def start_trainer(*arguments: object, **variables: str) -> subprocess.Popen[str]:
     """`python -m trainer …` as a process of its own, its output in pipes."""
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *map(str, arguments)],
+        command("trainer", *arguments),
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
 
 
-def run_trainer(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_trainer(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """The same, waited for."""
-    with start_trainer(*arguments, **environment) as process:
-        out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return run_cli(*arguments, module="trainer", **variables)
 
 
 def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from running import ROOT, rows, run_trainer, start_trainer, write_config
+from making import ROOT, SAMPLE, run_cli
+from running import rows, run_trainer, start_trainer, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -24,21 +25,19 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-def run_pipeline(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_pipeline(*arguments: object) -> None:
     """`python -m pipeline …`, which must succeed."""
-    command = [sys.executable, "-m", "pipeline", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_cli(*arguments)
     assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration over bins made from the sample by the commands of the README."""
     directory = tmp_path_factory.mktemp("job")
-    sample, bins, tokenizer = ROOT / "tests/sample", directory / "bins", directory / "t.json"
-    run_pipeline("train-tokenizer", "--data", sample, "--vocab-size", 1024, "--out", tokenizer)
-    run_pipeline("tokenize", "--data", sample, "--tokenizer", tokenizer, "--out", bins)
+    bins, tokenizer = directory / "bins", directory / "t.json"
+    run_pipeline("train-tokenizer", "--data", SAMPLE, "--vocab-size", 1024, "--out", tokenizer)
+    run_pipeline("tokenize", "--data", SAMPLE, "--tokenizer", tokenizer, "--out", bins)
     run_pipeline("verify", bins)
     return write_config(directory / "small.toml", bins, **SETTINGS)
 
@@ -96,7 +95,17 @@ def test_two_ranks_have_the_losses_of_one(
     if launcher == "torchrun":
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "--", "trainer", "train", str(config), "--run", str(run)),
+            *(
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "--",
+                "trainer",
+                "train",
+                str(config),
+                "--run",
+                str(run),
+            ),
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     else:

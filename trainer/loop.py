@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from model.llama import LLaMAConfig, LLaMAModel, num_parameters, training_bytes
 from model.memory import require_memory
-from pipeline.tokenbin import TokenBins, built, select_shards
+from pipeline.tokenbin import TokenBins, built
 from trainer.batches import Batch, step_batches
 from trainer.config import Config, ConfigError, micro_steps
 from trainer.eval import unigram_entropy, validation_loss
@@ -239,9 +239,7 @@ def make_plan(config: Config, world_size: int, device: torch.device | None) -> P
             not fit; the message names both sides.
     """
     directory = Path(config.data.bins)
-    train_bins = TokenBins(
-        directory, "train", select_shards(config.data.shards, built(directory, "train"), directory)
-    )
+    train_bins = TokenBins(directory, "train", config.data.shards)
     val_bins = TokenBins(directory, "val") if built(directory, "val") else None
     if val_bins is not None and not sum(val_bins.num_tokens):
         val_bins = None

@@ -70,7 +70,7 @@ def test_an_id_without_a_place_in_the_vocabulary_is_refused(tmp_path: Path) -> N
         *("--tokenizer", tokenizer, "--split", "val"),
     )
     assert done.returncode == 0, done.stderr
-    assert TokenBins(tmp_path / "bins", "val", ["good"]).receipts[0].max_id == 256
+    assert TokenBins(tmp_path / "bins", "val", "good").receipts[0].max_id == 256
 
 
 def test_the_dtype_goes_by_the_vocabulary(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def write(folder: Path, batches: list[list[list[int]]], shard: str = "07") -> No
 def test_bins_give_back_any_documents(folder: Path, batches: list[list[list[int]]]) -> None:
     """Neighbouring documents must not merge, and none may get lost."""
     write(folder, batches)
-    bins = TokenBins(folder, "train", ["07"])
+    bins = TokenBins(folder, "train", "07")
     tokens, rows, receipt = bins.tokens(0), bins.documents(0), bins.receipts[0]
     given = [document for batch in batches for document in batch]
     assert tokens.tolist() == [token for document in given for token in (*document, 256)]
@@ -197,13 +197,13 @@ def test_a_bin_of_another_size_than_told_is_refused(folder: Path) -> None:
     path = BinPaths(folder, "train", "08").bin
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(TokenBinError, match=r"08\.bin: 4 bytes, but its receipt says 3 tokens"):
-        TokenBins(folder, "train", ["08"])
+        TokenBins(folder, "train", "08")
 
 
 def test_windows_are_read_from_any_bin(folder: Path) -> None:
     """The trainer sees the corpus through this."""
     write(folder, [[list(range(50))]], shard="10")
     write(folder, [[list(range(100, 150))]], shard="11")
-    bins = TokenBins(folder, "train", ["10", "11"])
+    bins = TokenBins(folder, "train", "10-11")
     windows = bins.read_windows(np.array([1, 0, 1]), np.array([0, 5, 47]), 4)
     assert windows.tolist() == [[100, 101, 102, 103], [5, 6, 7, 8], [147, 148, 149, 256]]
