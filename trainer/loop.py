@@ -212,17 +212,22 @@ class Plan:
         self, config: Config, ranks: Ranks, precision: torch.dtype | None, first_step: int
     ) -> str:
         """What is about to happen, for the person who started it."""
-        tokens = config.batch.global_windows * config.data.context
+        step_tokens = config.batch.global_windows * config.data.context
         train_tokens = sum(self.train_bins.num_tokens)
-        return (
-            f"{num_parameters(self.llama):,} parameters, vocabulary {self.llama.vocab_size:,}; "
-            f"{train_tokens:,} train tokens in {len(self.train_bins.receipts)} bins, "
-            f"{len(self.val_windows):,} validation windows; "
-            f"steps {first_step} to {config.train.steps} of {tokens:,} tokens "
-            f"({ranks.world_size} ranks x {self.num_micro_steps} micro-steps x "
-            f"{config.batch.micro_windows} windows x {config.data.context}), "
-            f"{config.train.steps * tokens / train_tokens:.2f} epochs; "
-            f"{ranks.device.type}, {'bf16' if precision else 'fp32'}"
+        epochs = config.train.steps * step_tokens / train_tokens
+        ranks_word = "rank" if ranks.world_size == 1 else "ranks"
+        return "\n".join(
+            [
+                f"model  {num_parameters(self.llama):,} parameters, "
+                f"vocabulary {self.llama.vocab_size:,}; "
+                f"{ranks.device.type}, {'bf16' if precision else 'fp32'}",
+                f"data   {train_tokens:,} train tokens in {len(self.train_bins.receipts)} bins, "
+                f"{len(self.val_windows):,} validation windows",
+                f"steps  {first_step} to {config.train.steps}, {epochs:.2f} epochs; each "
+                f"{step_tokens:,} tokens: {ranks.world_size} {ranks_word} x "
+                f"{self.num_micro_steps} micro-steps x {config.batch.micro_windows} windows x "
+                f"{config.data.context}",
+            ]
         )
 
 

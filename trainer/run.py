@@ -4,6 +4,7 @@
     RUN/tokenizer.json  with dataset.json a copy of the bins': the run can speak without them
     RUN/metrics.jsonl   see trainer/metrics.py
     RUN/checkpoints/    see trainer/checkpoint.py
+    RUN/.lock           held by the system while a process trains, so it never needs a hand
 
 The first rank writes; the others only read the checkpoint it names.
 """
@@ -11,9 +12,10 @@ The first rank writes; the others only read the checkpoint it names.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -56,6 +58,7 @@ class RunDirectory:
         self._ranks = ranks
         self._resume_anyway = resume_anyway
         self._metrics: MetricsLog | None = None
+        self._lock: BinaryIO | None = None
 
     @property
     def metrics_path(self) -> Path:
@@ -66,8 +69,13 @@ class RunDirectory:
         """Load the newest valid checkpoint, if there is one, and return the step to do next.
 
         Raises:
-            RunError: model or order of the data differ from the checkpoint's.
+            RunError: another process trains this run, or the order of the data differs from the
+                checkpoint's.
+            CheckpointError: the model does.
         """
+        if self._ranks.is_first:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / ".lock")
         found = self._agreed_checkpoint()
         changes: dict[str, Any] = {}
         if found is not None:
@@ -104,7 +112,6 @@ class RunDirectory:
 
     def _settle(self, found: checkpoints.Checkpoint | None) -> dict[str, Any]:
         """Bring the directory to the state of the checkpoint; return what the config changes."""
-        self.path.mkdir(parents=True, exist_ok=True)
         config_path = self.path / "config.toml"
         changes: dict[str, Any] = {}
         if found is None:
@@ -144,8 +151,30 @@ class RunDirectory:
 
     def close(self) -> None:
         """Nothing more is written."""
-        if self._metrics is not None:
-            self._metrics.close()
+        for file in (self._metrics, self._lock):
+            if file is not None:
+                file.close()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The lock file, open and ours until it is closed or this process ends, however it ends."""
+    file = path.open("ab")
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RunError(
+            f"{path.parent}: another process is training this run: wait for it, or name another "
+            f"directory with --run"
+        ) from None
+    return file
 
 
 def _short(fact: Any) -> str:

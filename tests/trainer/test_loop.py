@@ -28,8 +28,9 @@ from trainer.batches import Batch
 from trainer.checkpoint import CheckpointError
 from trainer.config import Config, ConfigError, load_config
 from trainer.loop import backward, make_plan, train
+from trainer.optim import build_optimizer
 from trainer.ranks import Ranks, launch
-from trainer.run import RunError
+from trainer.run import RunDirectory, RunError
 from trainer.windows import WindowError
 
 ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
@@ -111,6 +112,21 @@ def test_a_finished_run_says_so_and_changes_nothing(
     assert "finished, 3 of 3 steps" in caplog.text
     assert len(rows(tmp_path / "run")) == 3
     assert before.startswith((tmp_path / "run" / "metrics.jsonl").read_bytes()[:100])
+
+
+def test_two_processes_do_not_train_one_run(
+    configure: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Their rows and checkpoints would be mixed."""
+    config = configure(train={"steps": 2})
+    (tmp_path / "run").mkdir()
+    holder = RunDirectory(config, {}, ALONE)
+    model = LLaMAModel(make_plan(config, 1, None).llama)
+    holder.resume(model, build_optimizer(model, config.optim))
+    with pytest.raises(RunError, match="another process is training"):
+        train(config, ALONE)
+    holder.close()
+    train(config, ALONE)
 
 
 def test_more_steps_may_be_asked_for_on_resume_and_are_recorded(
@@ -225,8 +241,9 @@ def test_a_lying_receipt_stops_the_run_before_the_first_step(
 def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     """8 windows as 8x1, 4x2, 2x4 and 1x8, on one rank and on two, are one batch."""
     results: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    gradients_on_a_rank(tmp_path, ALONE)
+    launch(partial(gradients_on_a_rank, tmp_path), 2, "cpu", 60)
     for ranks in (1, 2):
-        launch(partial(gradients_on_a_rank, tmp_path), ranks, "cpu", 60)
         for micro in GRADIENT_CUTS:
             if (8 // ranks) % micro == 0:
                 results[ranks, micro] = torch.load(tmp_path / f"{ranks}-{micro}.pt")
