@@ -214,3 +214,18 @@ def test_the_layout_lists_the_modules_there_are() -> None:
         if path.name != "__init__.py"
     }
     assert listed == there
+
+
+# ------------------------------------------------------------------ docs/cases.md
+
+
+def test_every_case_names_a_test_that_exists() -> None:
+    """A promise whose test was renamed or removed would stand there unkept."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources), re.MULTILINE))
+    rows = [row for row in read("docs/cases.md").splitlines() if row.startswith("| H")]
+    assert len(rows) >= 24
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, row
+        assert set(named) <= defined, row
