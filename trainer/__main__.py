@@ -9,6 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+# OpenMP's threads spin while they wait: where another program wants the cores too, a step takes
+# several times as long. It reads this when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import click
 import torch
 
