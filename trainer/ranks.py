@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -268,13 +268,22 @@ def _store(host: str, port: int, num: int, timeout_s: float, *, is_master: bool)
 
 def _watch(started: Sequence[_Started]) -> None:
     """Return when all ranks have ended well; raise what the first to fail ended with."""
-    running: dict[Any, _Started] = {rank.process.sentinel: rank for rank in started}
+    running = {rank.process.sentinel: rank for rank in started}
     while running:
-        ended = [running.pop(sentinel) for sentinel in connection.wait(list(running))]
+        ended = _ended(running, timeout_s=None)
         if any(rank.process.exitcode for rank in ended):
             # Others fail because of the first; a moment later it shows which one was killed.
-            connection.wait(list(running), timeout=SETTLE_S)
+            _ended(running, SETTLE_S)
             raise _cause(started)
+
+
+def _ended(running: dict[int, _Started], timeout_s: float | None) -> list[_Started]:
+    """Wait for ranks to end and take them out of `running`; their exit codes are known then."""
+    ready = cast(list[int], connection.wait(list(running), timeout_s))
+    ended = [running.pop(sentinel) for sentinel in ready]
+    for rank in ended:
+        rank.process.join()  # the sentinel closes a moment before the exit code is there
+    return ended
 
 
 def _cause(started: Sequence[_Started]) -> Exception:
