@@ -288,18 +288,25 @@ class _ToStderr(logging.Handler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def _end(*_: object) -> None:
-    """On SIGTERM, by the way of an exception, so that no lock and no process is left."""
-    sys.exit(143)
+class _Stopped(SystemExit):
+    """Somebody ended the command: an exception, so that no lock and no process is left."""
+
+
+def _stop(number: int, _: object) -> None:
+    raise _Stopped(128 + number)
 
 
 def main() -> None:
     """Run a command; what is wrong with its input is told in one line."""
     form = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, datefmt="%H:%M:%S", handlers=[_ToStderr()])
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
     try:
         cli(prog_name="python -m pipeline")
+    except _Stopped:
+        log.error("stopped: the same command goes on from here")
+        raise
     except (ShardError, TokenBinError, TokenizerError, LockedError, OSError, MemoryError) as error:
         log.error("%s", error or "out of memory")
         sys.exit(1)

@@ -2,15 +2,21 @@
 
 A job is idempotent. It returns at once when its receipts are valid, by make's rule: the bins are
 there in the sizes that the receipts tell, and the source is the file they tell of: of the same
-size and not newer, or newer with the same content. Everything else is built anew. What fails or
-is killed leaves no file under a final name.
+size and not newer, or newer with the same content. Everything else is built.
+
+What fails or is killed leaves no file under a final name. On the way the job commits what it has:
+killed at any moment, it goes on from there the next time, and its files come out the same. What
+would fail in the same way again, as a damaged shard does, leaves nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,18 +26,30 @@ import orjson
 import zstandard
 
 from pipeline.bpe import Encoder
-from pipeline.lock import held
-from pipeline.shards import Batch, Reject, Shard, ShardError, ShardReader
+from pipeline.journal import Journal, Making, commit, read_journal
+from pipeline.lock import held, is_held
+from pipeline.shards import BATCH_BYTES, START, Batch, Shard, ShardError, ShardReader
 from pipeline.tokenbin import (
     BinPaths,
     BinWriter,
     Dataset,
     Split,
+    StaleError,
     TokenBinError,
     docs_bytes,
+    partial,
     read_receipt,
+    remove_partial,
     sha256_of,
 )
+
+SECONDS_TO_COMMIT = 10.0  # of work that a kill can cost, at most
+
+# By all of these a file cannot grow: the disk, one's share of it, the file system's or the
+# process's limit for a file.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +68,14 @@ class Job:
         splits: tuple[Split, ...] = ("train", "val") if held_out else (self.split,)
         return tuple(BinPaths(self.directory, split, self.shard.name) for split in splits)
 
+    @property
+    def lock(self) -> Path:
+        return self.outputs[0].bin.with_suffix(".lock")
+
+    @property
+    def journal(self) -> Path:
+        return self.outputs[0].bin.with_suffix(".journal")
+
 
 class Update(NamedTuple):
     """How far a job has come."""
@@ -62,11 +88,11 @@ class Update(NamedTuple):
 
 def is_built(job: Job) -> bool:
     """Whether there is nothing to do, by sizes and times alone."""
-    return _sizes_agree(job) and not _source_is_newer(job)
+    return _sizes_agree(job) and not _source_is_newer(job) and not _left_behind(job)
 
 
 def build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
-    """Write the bins of a shard, unless they are there.
+    """Write the bins of a shard, unless they are there; go on with what a killed build committed.
 
     Raises:
         ShardError: the shard is damaged, or too many of its lines are no documents.
@@ -74,21 +100,49 @@ def build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
         LockedError: another process is building this shard.
         OSError: a file cannot be read or written.
     """
-    with held(job.outputs[0].bin.with_suffix(".lock")):
-        if not (is_built(job) or _newer_but_equal(job)):
-            _build(job, encoder, report)
+    with held(job.lock):
+        if _sizes_agree(job) and (not _source_is_newer(job) or _newer_but_equal(job)):
+            _clear_away(job)
+            return
+        making = Making(
+            source=job.shard.path.name,
+            dataset=job.dataset,
+            encoder=encoder.name,
+            versions=_versions(),
+        )
+        try:
+            try:
+                _build(job, making, encoder, report, read_journal(job.journal, making))
+            except StaleError as error:
+                log.warning("%s: begun anew: %s", job.shard.name, error)
+                _clear_away(job)
+                _build(job, making, encoder, report, None)
+        except BaseException as error:
+            if isinstance(error, (ShardError, TokenBinError)) or not job.journal.exists():
+                _clear_away(job)
+            raise
+        _clear_away(job)
 
 
-def _build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
-    dataset = job.dataset
-    reader = ShardReader(job.shard, repair=dataset.repair)
-    text_bytes = 0
-    first_rejects: list[Reject] = []
+def _build(
+    job: Job,
+    making: Making,
+    encoder: Encoder,
+    report: Callable[[Update], None],
+    journal: Journal | None,
+) -> None:
+    dataset, start = job.dataset, journal.end if journal else START
+    reader = ShardReader(job.shard, dataset.repair, BATCH_BYTES, start)
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(BinWriter(job.directory, out.split, out.shard, dataset))
-            for out in job.outputs
-        ]
+        writers: list[BinWriter] = []
+        for out in job.outputs:
+            begun = journal.bins[out.split] if journal else None
+            writer = BinWriter(job.directory, out.split, out.shard, dataset, begun)
+            writers.append(stack.enter_context(writer))
+        stack.enter_context(_room(job, reader, writers))
+        if journal:
+            log.info("%s: going on after line %s", job.shard.name, f"{start.line:,}")
+        committed = time.monotonic()
         for batch in reader:
             parts = _parted(batch, dataset.holdout) if len(writers) > 1 else [batch]
             for writer, part in zip(writers, parts, strict=True):
@@ -96,12 +150,39 @@ def _build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None
                 writer.append(ids, lengths, part.lines, part.text_bytes, part.subsets)
             for reject in batch.rejects:
                 writers[0].reject(*reject)
-            first_rejects += batch.rejects[: 3 - len(first_rejects)]
-            text_bytes += sum(batch.text_bytes)
+            if batch.end and time.monotonic() - committed >= SECONDS_TO_COMMIT:
+                commit(job.journal, making, batch.end, writers)
+                committed = time.monotonic()
+            text_bytes = sum(writer.text_bytes for writer in writers)
             report(Update(job.shard.name, reader.num_documents, text_bytes, reader.source_bytes))
-        _require_few_rejects(reader, first_rejects, dataset.max_reject_share)
+        _require_few_rejects(reader, writers[0], dataset.max_reject_share)
         for writer in writers:
-            writer.finish(reader.source, encoder.name, _versions())
+            writer.finish(reader.source, making.encoder, making.versions)
+
+
+@contextmanager
+def _room(job: Job, reader: ShardReader, writers: Sequence[BinWriter]) -> Generator[None]:
+    """On a full disk, say what the shard needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        written = sum(writer.num_bytes for writer in writers)
+        needed = written * job.shard.num_bytes / max(reader.source_bytes, 1)
+        raise OSError(
+            f"{error.filename}: {error.strerror}: the bins of {job.shard.name} take about "
+            f"{needed / 1e6:,.1f} MB, of which {written / 1e6:,.1f} are written: make room and run "
+            f"again"
+        ) from None
+
+
+def _clear_away(job: Job) -> None:
+    """Remove what a build leaves until it is finished."""
+    for path in (job.journal, partial(job.journal)):
+        path.unlink(missing_ok=True)
+    for out in job.outputs:
+        remove_partial(out)
 
 
 def held_out(text: str, holdout: float) -> bool:
@@ -122,12 +203,12 @@ def _parted(batch: Batch, holdout: float) -> Iterator[Batch]:
         yield part
 
 
-def _require_few_rejects(reader: ShardReader, first: list[Reject], allowed: float) -> None:
+def _require_few_rejects(reader: ShardReader, writer: BinWriter, allowed: float) -> None:
     rows = reader.num_documents + reader.num_rejects
     if reader.num_rejects <= allowed * rows:
         return
     name = reader.shard.name
-    listed = "; ".join(f"{name}:{reject.line}: {reject.reason}" for reject in first)
+    listed = "; ".join(f"{name}:{row['line']}: {row['reason']}" for row in writer.rejects(3))
     raise ShardError(
         f"{reader.shard.path}: {reader.num_rejects:,} of {rows:,} lines are no documents, "
         f"{reader.num_rejects / rows:.2%} where --max-reject-share allows {allowed:.2%}: {listed}"
@@ -169,10 +250,13 @@ def _source_is_newer(job: Job) -> bool:
     return any(time > out.receipt.stat().st_mtime_ns for out in job.outputs)
 
 
+def _left_behind(job: Job) -> bool:
+    """Whether a build was killed after its last receipt, before it had cleared away."""
+    return not is_held(job.lock) and (job.lock.exists() or job.journal.exists())
+
+
 def _newer_but_equal(job: Job) -> bool:
     """The source was touched or copied: its content tells. If it is the same, so does its time."""
-    if not _sizes_agree(job):
-        return False
     sha256 = sha256_of(job.shard.path)
     for out in job.outputs:
         source = read_receipt(out.receipt).source

@@ -80,8 +80,11 @@ def _run_in_processes(
                 running[worker.start(job)] = (worker, job)
             done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             for worker, _ in running.values():
-                for update in worker.updates():
-                    progress.update(update)
+                for told in worker.told():
+                    if isinstance(told, logging.LogRecord):
+                        log.handle(told)
+                    else:
+                        progress.update(told)
             for future in done:
                 worker, job = running.pop(future)
                 idle.append(worker)
@@ -132,23 +135,23 @@ class _Worker:
     def __init__(self, job: Job, threads: int) -> None:
         self._begin = (job, threads)
         self._pool: ProcessPoolExecutor | None = None
-        self._updates: SimpleQueue[Update] | None = None
+        self._queue: SimpleQueue[Update | logging.LogRecord] | None = None
 
     def start(self, job: Job) -> Future[None]:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             # Its own queue too: one that is shared stays locked when a process is killed in it.
-            self._updates = context.SimpleQueue()
+            self._queue = context.SimpleQueue()
             self._pool = ProcessPoolExecutor(
-                1, mp_context=context, initializer=_begin, initargs=(self._updates, *self._begin)
+                1, mp_context=context, initializer=_begin, initargs=(self._queue, *self._begin)
             )
         return self._pool.submit(_run, job)
 
-    def updates(self) -> list[Update]:
+    def told(self) -> list[Update | logging.LogRecord]:
         """What the process has told since the last call."""
-        told: list[Update] = []
-        while self._updates and not self._updates.empty():
-            told.append(self._updates.get())
+        told: list[Update | logging.LogRecord] = []
+        while self._queue and not self._queue.empty():
+            told.append(self._queue.get())
         return told
 
     def close(self) -> None:
@@ -170,19 +173,29 @@ def _stop(workers: list[_Worker], running: dict[Future[None], tuple[_Worker, Job
 # ------------------------------------------------------------------ a worker, from inside
 
 _encode_with: Encoder  # of this process, for all its jobs
-_tell: SimpleQueue[Update]
+_queue: SimpleQueue[Update | logging.LogRecord]
 
 
-def _begin(updates: SimpleQueue[Update], job: Job, threads: int) -> None:
-    global _encode_with, _tell
+class _ToParent(logging.Handler):
+    """Sends log records where the bars are shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = record.getMessage(), None  # the arguments may not be picklable
+        _queue.put(record)
+
+
+def _begin(queue: SimpleQueue[Update | logging.LogRecord], job: Job, threads: int) -> None:
+    global _encode_with, _queue
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encode_with, _tell = _encoder(job, threads), updates
+    _queue = queue
+    logging.basicConfig(level=logging.INFO, handlers=[_ToParent()])
+    _encode_with = _encoder(job, threads)
 
 
 def _end(*_: object) -> None:
-    """By the way of an exception, so that partial files and the lock are removed."""
+    """By the way of an exception, so that the lock is removed, and what nobody can go on with."""
     sys.exit(143)
 
 
@@ -194,4 +207,4 @@ def _end_with_parent() -> None:
 
 
 def _run(job: Job) -> None:
-    build(job, _encode_with, _tell.put)
+    build(job, _encode_with, _queue.put)

@@ -1,7 +1,8 @@
 """One writer a bin: a lock file that says which process, on which host, writes since when.
 
-The lock of a process that has died on this host is taken over. Whether one on another host still
-lives cannot be known, so there its lock stands until somebody removes the file.
+The lock of a process that has died on this host is taken over; a stopped process lives. Whether
+one on another host still lives cannot be known, so there its lock stands until somebody removes
+the file.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import ctypes
 import json
 import os
 import platform
-import secrets
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ def held(path: Path) -> Generator[None]:
     Raises:
         LockedError: somebody else holds it.
     """
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    mine = json.dumps({"host": platform.node(), "pid": os.getpid(), "time": now}).encode()
+    pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
+    owner = {"host": this_host(), "pid": pid, "born": _born(pid), "time": now}
     path.parent.mkdir(parents=True, exist_ok=True)
-    while not write_exclusively(path, mine):
+    while not write_exclusively(path, json.dumps(owner).encode()):
         _clear(path)
     try:
         yield
@@ -43,29 +43,60 @@ def held(path: Path) -> Generator[None]:
         path.unlink(missing_ok=True)
 
 
+def is_held(path: Path) -> bool:
+    """Whether somebody holds the lock file: not if there is none, or only a dead owner's."""
+    try:
+        owner = _owner(path)
+    except FileNotFoundError:
+        return False
+    return owner is None or not _is_dead(owner)
+
+
+def this_host() -> str:
+    """Where process numbers mean what they mean here: a machine, or a container in it."""
+    try:
+        number = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return platform.node()
+    outside = 0xEFFFFFFC  # by Linux's own definition
+    return platform.node() if number == outside else f"{platform.node()}, container {number}"
+
+
 def _clear(path: Path) -> None:
     """Take a dead owner's lock away; somebody else's is left and raises."""
     try:
-        content = path.read_bytes()
-        owner: dict[str, Any] = json.loads(content)
-        host, pid, time = owner["host"], owner["pid"], owner["time"]
+        with _alone(path.parent):  # of several that find it, none takes the next one's lock
+            owner = _owner(path)
+            if owner is not None and _is_dead(owner):
+                path.unlink()
+                return
     except FileNotFoundError:  # given back just now
         return
-    except (ValueError, KeyError, TypeError):
-        raise LockedError(f"{path}: not a lock file of ours: remove it and run again") from None
-    if host != platform.node() or (pid != os.getpid() and _lives(pid)):
-        raise LockedError(
-            f"{path}: process {pid} on {host} has been at it since {time}; "
-            f"if it is no more, remove this file and run again"
-        )
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    if owner is None:
+        raise LockedError(f"{path}: not a lock file of ours: remove it and run again")
+    raise LockedError(
+        f"{path}: process {owner['pid']} on {owner['host']} has been at it since {owner['time']}; "
+        f"if it is no more, remove this file and run again"
+    )
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    """What a lock file says; None if it is not ours."""
     try:
-        path.rename(aside)  # of several that found the owner dead, one gets the file
-    except FileNotFoundError:
-        return
-    if (newer := aside.read_bytes()) != content:  # somebody was quicker: this is their new lock
-        write_exclusively(path, newer)
-    aside.unlink()
+        owner = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    ours = isinstance(owner, dict) and owner.keys() >= {"host", "pid", "time"}
+    return owner if ours else None
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    if owner["host"] != this_host():
+        return False
+    pid, born, found = owner["pid"], owner.get("born"), _born(owner["pid"])
+    if born is None or found is None:  # a process of our number can only be an earlier one
+        return pid == os.getpid() or not _lives(pid)
+    return found != born or not _lives(pid)  # after a restart the numbers come again
 
 
 if sys.platform == "win32":
@@ -81,7 +112,22 @@ if sys.platform == "win32":
         kernel.CloseHandle(handle)
         return code.value == still_active
 
+    def _born(pid: int) -> str | None:
+        return None
+
+    @contextmanager
+    def _alone(directory: Path) -> Generator[None]:
+        kernel = ctypes.windll.kernel32
+        mutex = kernel.CreateMutexW(None, False, "piledriver lock files")
+        kernel.WaitForSingleObject(mutex, 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            kernel.ReleaseMutex(mutex)
+            kernel.CloseHandle(mutex)
+
 else:
+    import fcntl
 
     def _lives(pid: int) -> bool:
         try:
@@ -90,5 +136,28 @@ else:
             return False
         except PermissionError:  # it is somebody else's
             return True
-        state = Path(f"/proc/{pid}/stat")  # on Linux: a zombie writes no more
-        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in "ZX"
+        state = _stat(pid)
+        return state is None or state[0] not in "ZX"  # a zombie writes no more
+
+    def _born(pid: int) -> str | None:
+        """When a process started, in ticks since the boot; None where the system does not say."""
+        state = _stat(pid)
+        return state[19] if state else None
+
+    def _stat(pid: int) -> list[str] | None:
+        try:
+            content = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        return content.rpartition(")")[2].split()
+
+    @contextmanager
+    def _alone(directory: Path) -> Generator[None]:
+        """Among the processes of this host; where the file system has no such lock, by luck."""
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

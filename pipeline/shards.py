@@ -2,13 +2,15 @@
 
 A shard is a `.jsonl` or `.jsonl.zst` file in DATA or DATA/train, called by its stem. What is
 damaged is an error and never a shorter shard: a zstd frame has to end, its checksum to agree, and
-what follows it to be another frame or the end of the file. Memory is bounded by the largest
+what follows it to be another frame or the end of the file; and the file has to stay what it was
+while it is read. Memory is bounded by the largest
 document (and by the window that a frame asks for).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import zstandard
 
 from pipeline.documents import RejectError, parse
-from pipeline.tokenbin import Source, pick_shards, shard_key
+from pipeline.tokenbin import Source, StaleError, pick_shards, shard_key
 
 SUFFIXES = (".jsonl.zst", ".jsonl")
 NEVER_TRAINED_ON = ("val", "test")
@@ -117,6 +119,21 @@ class Reject(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place between two lines of a shard, and what lies before it."""
+
+    line: int = 0  # so many lines
+    byte: int = 0  # of the decompressed shard
+    documents: int = 0
+    rejects: int = 0
+    source_bytes: int = 0  # of the file as it lies there, read so far
+    source_sha256: str = ""  # of those
+
+
+START = Place()
+
+
 @dataclass(slots=True)
 class Batch:
     """Documents in the order of the shard, column by column, and the rejects among them."""
@@ -126,6 +143,7 @@ class Batch:
     text_bytes: list[int] = field(default_factory=list[int])  # in UTF-8
     subsets: list[str] = field(default_factory=list[str])
     rejects: list[Reject] = field(default_factory=list[Reject])
+    end: Place | None = None  # None for the last batch: nothing follows
 
     def add(self, text: str, line: int, subset: str) -> None:
         self.texts.append(text)
@@ -137,15 +155,27 @@ class Batch:
 class ShardReader:
     """Reads a shard in batches of documents: `for batch in reader`, once.
 
+    Args:
+        start: where an earlier reader's batch ended; the first one here follows on it.
+
     Raises:
-        ShardError: while reading, if the file is cut off, damaged, empty, or not zstd.
+        ShardError: while reading, if the file is cut off, damaged, empty, or not zstd, or if it
+            changes meanwhile.
+        StaleError: before the first batch, if what lies before `start` is not what it was.
     """
 
-    def __init__(self, shard: Shard, repair: bool = False, batch_bytes: int = BATCH_BYTES) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        repair: bool = False,
+        batch_bytes: int = BATCH_BYTES,
+        start: Place = START,
+    ) -> None:
         self.shard = shard
         self.source_bytes = 0  # of the file as it lies there, read so far
-        self.num_documents = 0
-        self.num_rejects = 0
+        self.num_documents = start.documents
+        self.num_rejects = start.rejects
+        self._start = start
         self._repair = repair
         self._batch_bytes = batch_bytes
         self._sha256 = hashlib.sha256()
@@ -159,8 +189,8 @@ class ShardReader:
 
     def __iter__(self) -> Iterator[Batch]:
         batch, batch_bytes = Batch(), 0
-        line_number, byte = 0, 0
-        for lines, opens in self._lines():
+        line_number, byte = self._start.line, self._start.byte
+        for lines, opens in self._lines_from_start():
             for line in lines:
                 line_number += 1
                 line_byte, byte = byte, byte + len(line) + 1
@@ -178,9 +208,41 @@ class ShardReader:
                         self.num_documents += 1
                 opens = False
                 if batch_bytes >= self._batch_bytes:
+                    batch.end = self._place(line_number, byte)
                     yield batch
                     batch, batch_bytes = Batch(), 0
         yield batch
+
+    def _place(self, line: int, byte: int) -> Place:
+        return Place(
+            line=line,
+            byte=byte,
+            documents=self.num_documents,
+            rejects=self.num_rejects,
+            source_bytes=self.source_bytes,
+            source_sha256=self._sha256.hexdigest(),
+        )
+
+    def _lines_from_start(self) -> Iterator[tuple[list[bytes], bool]]:
+        """The lines after `start`. A frame is read from its first byte or not at all, so those
+        before it are read too; nothing is looked for in them.
+        """
+        source = self._lines()
+        line, byte = 0, 0
+        rest: list[bytes] = []
+        while line < self._start.line:
+            lines, _ = next(source, ([], False))
+            passed = lines[: self._start.line - line]
+            rest = lines[len(passed) :]
+            line += len(passed)
+            byte += sum(map(len, passed)) + len(passed)
+            if not passed:
+                break
+        if line and self._place(line, byte) != self._start:
+            raise StaleError(f"{self.shard.path}: it is not the file it was, up to line {line:,}")
+        if rest:
+            yield rest, False
+        yield from source
 
     def _lines(self) -> Iterator[tuple[list[bytes], bool]]:
         """Whole lines, and whether the first of them opens a file or a frame."""
@@ -249,10 +311,20 @@ class ShardReader:
     def _chunks(self) -> Iterator[bytes]:
         """The file as it lies there, counted and hashed on the way."""
         with self.shard.path.open("rb") as file:
+            before = os.fstat(file.fileno())
             while chunk := file.read(_CHUNK_BYTES):
                 self.source_bytes += len(chunk)
                 self._sha256.update(chunk)
                 yield chunk
+        after = self.shard.path.stat()
+        if self.source_bytes != before.st_size or (after.st_size, after.st_mtime_ns) != (
+            before.st_size,
+            before.st_mtime_ns,
+        ):
+            raise ShardError(
+                f"{self.shard.path}: it changed while it was read ({before.st_size:,} bytes, then "
+                f"{after.st_size:,}): is it still being written? run again when it is whole"
+            )
         if not self.source_bytes:
             raise ShardError(
                 f"{self.shard.path}: an empty file, expected at least a zstd frame or a line: "

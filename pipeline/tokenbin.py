@@ -7,25 +7,28 @@
     BINS/train/07.json      the receipt, written last: a bin without one does not exist
     BINS/train/07.rejects.jsonl   the lines that are no documents, if there are any
 
-Files appear whole: they are written as `x.partial`, flushed to the disk and renamed. The trainer
-imports this module and nothing else of the pipeline, so it needs numpy and the standard library
-only. docs/token-bins.md gives the format byte by byte.
+Files appear whole: they are written as `x.partial`, flushed to the disk and renamed. A writer can
+commit what it has, for another to go on from. The trainer imports this module and nothing else of
+the pipeline, so it needs numpy and the standard library only. docs/token-bins.md gives the format
+byte by byte.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,7 @@ DOCUMENT = np.dtype(
 UNENDED = 2  # flag: the document has no end-of-text (the tail of an adopted bin)
 
 Split = Literal["train", "val"]
+Record = TypeVar("Record")
 
 
 class TokenBinError(Exception):
@@ -51,6 +55,10 @@ class TokenBinError(Exception):
 
 class TokenRangeError(TokenBinError):
     """A token id has no place in the vocabulary."""
+
+
+class StaleError(TokenBinError):
+    """What an earlier writer committed cannot be continued: something of it has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,37 +141,71 @@ def partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def publish(file: BinaryIO, path: Path) -> None:
-    """Close the partial file and give it its final name."""
+def flush(file: BinaryIO) -> None:
+    """Bring what was written to the disk."""
     file.flush()
     os.fsync(file.fileno())
-    file.close()
+
+
+def publish(file: BinaryIO, path: Path) -> None:
+    """Close the partial file and give it its final name."""
+    with naming(path):
+        flush(file)
+        file.close()
     partial(path).replace(path)
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a small file so that it is there whole or not at all."""
-    with partial(path).open("wb") as file:
-        file.write(content)
-        publish(file, path)
+    try:
+        with naming(path), partial(path).open("wb") as file:
+            file.write(content)
+            publish(file, path)
+    finally:
+        partial(path).unlink(missing_ok=True)
 
 
 def write_exclusively(path: Path, content: bytes) -> bool:
     """Write a small file whole, unless there is one: whether it was this call that wrote it."""
     mine = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    write_whole(mine, content)
     try:
-        os.link(mine, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links
         if path.exists():
             return False
-        mine.replace(path)
-        return True
+        with naming(path), mine.open("wb") as file:
+            file.write(content)
+            flush(file)
+        return _link(mine, path)
     finally:
         mine.unlink(missing_ok=True)
+        # Now that there is one, those that killed processes left are of no use. Somebody who is
+        # at work on his loses it too, and learns by it that he was not the first.
+        for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _link(mine: Path, path: Path) -> bool:
+    try:
+        os.link(mine, path)
+    except (FileExistsError, FileNotFoundError):
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            path.touch(exist_ok=False)
+            mine.replace(path)
+        except (FileExistsError, FileNotFoundError):
+            return False
     return True
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Name the file in errors of writing it, as a full disk's: the system does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sha256_of(path: Path) -> str:
@@ -172,12 +214,17 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _json_bytes(record: Dataset | Receipt) -> bytes:
+def to_json(record: Any) -> bytes:
+    """A record of the format, as it lies in a file."""
     return (json.dumps(asdict(record), indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, after a look at its format version."""
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """The record in a JSON file, after a look at its format version.
+
+    Raises:
+        TokenBinError: it is not there, damaged, or of another format.
+    """
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -191,7 +238,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise TokenBinError(
             f"{path}: format version {version}, but this program reads version {FORMAT_VERSION}"
         )
-    return values
+    return _fit(values, kind, str(path))
 
 
 def _fit(value: Any, kind: Any, where: str) -> Any:
@@ -227,7 +274,7 @@ def read_dataset(directory: Path) -> Dataset:
         TokenBinError: no dataset is there, or its format is another.
     """
     path = directory / "dataset.json"
-    dataset: Dataset = _fit(_read_json(path), Dataset, str(path))
+    dataset = read_record(path, Dataset)
     if dataset.dtype not in ("uint16", "uint32"):
         raise TokenBinError(f"{path}: dtype {dataset.dtype!r}, expected uint16 or uint32")
     return dataset
@@ -243,8 +290,7 @@ def create_dataset(directory: Path, dataset: Dataset, tokenizer: bytes) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "dataset.json"
-    if not path.exists():
-        write_exclusively(path, _json_bytes(dataset))
+    write_exclusively(path, to_json(dataset))
     found = read_dataset(directory)
     for field in fields(Dataset):
         have, want = getattr(found, field.name), getattr(dataset, field.name)
@@ -254,8 +300,7 @@ def create_dataset(directory: Path, dataset: Dataset, tokenizer: bytes) -> None:
                 f"give the same, or another directory"
             )
     copy = directory / "tokenizer.json"
-    if not copy.exists():
-        write_exclusively(copy, tokenizer)
+    write_exclusively(copy, tokenizer)
     if (have := sha256_of(copy)) != dataset.tokenizer_sha256:
         raise TokenBinError(
             f"{copy}: sha256 {have}, expected {dataset.tokenizer_sha256} as dataset.json says"
@@ -296,13 +341,19 @@ def read_receipt(path: Path) -> Receipt:
     Raises:
         TokenBinError: it is not there, damaged, or of another format.
     """
-    return _fit(_read_json(path), Receipt, str(path))
+    return read_record(path, Receipt)
 
 
 def write_receipt(path: Path, receipt: Receipt) -> None:
     """Make a bin exist: its other files must be whole and in place."""
-    write_whole(path, _json_bytes(receipt))
+    write_whole(path, to_json(receipt))
     sync_directory(path.parent)
+
+
+def remove_partial(paths: BinPaths) -> None:
+    """Give up what a writer has not finished."""
+    for path in (paths.bin, paths.docs, paths.rejects):
+        partial(path).unlink(missing_ok=True)
 
 
 def docs_header(num_documents: int) -> bytes:
@@ -321,40 +372,175 @@ def docs_bytes(num_documents: int) -> int:
 # ------------------------------------------------------------------ writing a bin
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How far a file reaches, and the hash of that: its header is counted in neither."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What of a bin is safe on the disk, under partial names."""
+
+    bin: Extent
+    docs: Extent
+    rejects: Extent
+    max_id: int
+    subsets: dict[str, Counts]
+    reject_counts: dict[str, int]
+
+
+class _GrowingFile:
+    """A file under its partial name, and the hash of what was appended to it.
+
+    Args:
+        path: its final name.
+        header: of fixed length, not counted and not hashed: the number of rows is known last.
+        begun: how many bytes are there to go on from, and their hash object; None begins anew.
+    """
+
+    def __init__(
+        self, path: Path, header: bytes = b"", begun: tuple[int, Any] | None = None
+    ) -> None:
+        self._path = path
+        self.num_bytes, self._sha256 = begun or (0, hashlib.sha256())
+        if self.num_bytes and not partial(path).exists():  # it was given its final name already
+            path.replace(partial(path))
+        self._file: BinaryIO = partial(path).open("r+b" if self.num_bytes else "wb")
+        self._file.write(header)
+        self._file.seek(len(header) + self.num_bytes)
+        self._file.truncate()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    def append(self, content: bytes | memoryview) -> None:
+        with naming(self._path):
+            self._file.write(content)
+        self._sha256.update(content)
+        self.num_bytes += len(content)
+
+    def lines(self) -> Generator[bytes]:
+        """What was appended, line by line."""
+        self._file.flush()
+        with partial(self._path).open("rb") as file:
+            yield from file
+
+    def commit(self) -> Extent:
+        with naming(self._path):
+            flush(self._file)
+        return Extent(num_bytes=self.num_bytes, sha256=self.sha256)
+
+    def publish(self, header: bytes = b"") -> None:
+        self._file.seek(0)
+        self._file.write(header)
+        publish(self._file, self._path)
+
+    def close(self) -> None:
+        with suppress(OSError):  # on a full disk the rest of the buffer cannot be written
+            self._file.close()
+
+
+def _begun(path: Path, header: bytes, committed: Extent) -> tuple[int, Any]:
+    """What `_GrowingFile` goes on from, if the file still begins with what was committed."""
+    there = partial(path) if partial(path).exists() else path
+    sha256, missing = hashlib.sha256(), committed.num_bytes
+    if missing and there.exists():
+        with there.open("rb") as file:
+            file.seek(len(header))
+            while content := file.read(min(missing, 1 << 20)):
+                sha256.update(content)
+                missing -= len(content)
+    if missing or sha256.hexdigest() != committed.sha256:
+        raise StaleError(
+            f"{there}: it does not begin with the {committed.num_bytes:,} bytes committed"
+        )
+    return committed.num_bytes, sha256
+
+
 class BinWriter:
     """Writes the files of one bin under partial names; `finish` makes them the bin.
 
-    Used as a context manager: leaving it before `finish` removes the partial files.
+    Used as a context manager: leaving it before `finish` removes the partial files, unless some
+    of their content was committed.
+
+    Args:
+        committed: what an earlier writer of the same bin committed: this one goes on from there.
+
+    Raises:
+        StaleError: the files are not what was committed any more; nothing was changed.
     """
 
-    def __init__(self, directory: Path, split: Split, shard: str, dataset: Dataset) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        split: Split,
+        shard: str,
+        dataset: Dataset,
+        committed: Committed | None = None,
+    ) -> None:
+        self.split: Split = split
         self._dataset = dataset
-        self._split: Split = split
         self._shard = shard
         self._paths = BinPaths(directory, split, shard)
         self._paths.bin.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = partial(self._paths.bin).open("wb")
-        self._docs = partial(self._paths.docs).open("wb")
-        self._docs.write(docs_header(0))
-        self._rejects: BinaryIO | None = None
-        self._reject_counts: dict[str, int] = {}
-        self._sha256 = hashlib.sha256()
         self._subset_index: dict[str, int] = {}
         self._counts = np.zeros((0, 3), np.int64)  # documents, tokens, text bytes of each subset
+        self._reject_counts: dict[str, int] = {}
         self._max_id = -1
-        self._tokens = 0
-        self._documents = 0
-        self._text_bytes = 0
+        self._kept = committed is not None
+        self._files = self._create() if committed is None else self._take_up(committed)
+        self._bin, self._docs, self._rejects = self._files
+        self._documents, self._tokens, self._text_bytes = self._counts.sum(axis=0).tolist()
+
+    def _create(self) -> list[_GrowingFile]:
+        return [_GrowingFile(path, header) for path, header in self._layout]
+
+    def _take_up(self, committed: Committed) -> list[_GrowingFile]:
+        extents = (committed.bin, committed.docs, committed.rejects)
+        files = list(zip(self._layout, extents, strict=True))
+        begun = [_begun(path, header, extent) for (path, header), extent in files]
+        if not partial(self._paths.bin).exists():  # this bin was finished, but not all of its job
+            self._paths.receipt.unlink(missing_ok=True)
+        self._subset_index = {name: index for index, name in enumerate(committed.subsets)}
+        rows = [[c.documents, c.tokens, c.text_bytes] for c in committed.subsets.values()]
+        self._counts = np.array(rows, np.int64).reshape(-1, 3)
+        self._reject_counts = dict(committed.reject_counts)
+        self._max_id = committed.max_id
+        return [_GrowingFile(*place, part) for place, part in zip(self._layout, begun, strict=True)]
+
+    @property
+    def _layout(self) -> list[tuple[Path, bytes]]:
+        """The files and their headers."""
+        paths = self._paths
+        return [(paths.bin, b""), (paths.docs, docs_header(0)), (paths.rejects, b"")]
 
     def __enter__(self) -> BinWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._bin, self._docs, self._rejects):
-            if file is not None:
-                file.close()
-        for path in (self._paths.bin, self._paths.docs, self._paths.rejects):
-            partial(path).unlink(missing_ok=True)
+        for file in self._files:
+            file.close()
+        if not self._kept:
+            remove_partial(self._paths)
+
+    @property
+    def directory(self) -> Path:
+        """Where the files lie."""
+        return self._paths.bin.parent
+
+    @property
+    def text_bytes(self) -> int:
+        """Of the documents so far."""
+        return self._text_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Written so far, in all files."""
+        return sum(file.num_bytes for file in self._files)
 
     def append(
         self,
@@ -391,15 +577,14 @@ class BinWriter:
         end_of_text = self._dataset.end_of_text_id
         tokens = np.insert(ids, ends, end_of_text).astype(self._dataset.token_dtype)
         content = tokens.data.cast("B") if tokens.size else b""
-        self._bin.write(content)
-        self._sha256.update(content)
+        self._bin.append(content)
 
         rows = np.zeros(len(lines), DOCUMENT)
         rows["end_token"] = self._tokens + ends + np.arange(1, len(lines) + 1)
         rows["line"] = lines
         rows["text_bytes"] = text_bytes
         rows["subset"] = [self._subset_index[name] for name in subsets]
-        self._docs.write(rows.tobytes())
+        self._docs.append(rows.tobytes())
         grown = np.zeros((len(self._subset_index), 3), np.int64)
         grown[: len(self._counts)] = self._counts
         added = np.stack([np.ones_like(lengths), lengths + 1, text_bytes], axis=1)
@@ -432,37 +617,53 @@ class BinWriter:
 
     def reject(self, line: int, byte_offset: int, reason: str) -> None:
         """Note a line that is no document."""
-        if self._rejects is None:
-            self._rejects = partial(self._paths.rejects).open("wb")
         row = {"line": line, "byte": byte_offset, "reason": reason}
-        self._rejects.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        self._rejects.append((json.dumps(row, ensure_ascii=False) + "\n").encode())
         self._reject_counts[reason] = self._reject_counts.get(reason, 0) + 1
+
+    def rejects(self, num_rows: int) -> list[dict[str, Any]]:
+        """The first lines that were noted."""
+        return [json.loads(row) for row in islice(self._rejects.lines(), num_rows)]
+
+    def commit(self) -> Committed:
+        """Bring all that was written to the disk, for another writer to go on from."""
+        extents = [file.commit() for file in self._files]
+        self._kept = True
+        return Committed(
+            bin=extents[0],
+            docs=extents[1],
+            rejects=extents[2],
+            max_id=self._max_id,
+            subsets=self._subsets(),
+            reject_counts=dict(self._reject_counts),
+        )
+
+    def _subsets(self) -> dict[str, Counts]:
+        return {
+            name: Counts(documents=row[0], tokens=row[1], text_bytes=row[2])
+            for name, row in zip(self._subset_index, self._counts.tolist(), strict=True)
+        }
 
     def finish(self, source: Source | None, encoder: str, versions: dict[str, str]) -> Receipt:
         """Give the files their final names, the receipt last."""
         self._paths.receipt.unlink(missing_ok=True)  # of an earlier build: its bin goes now
-        self._docs.seek(0)
-        self._docs.write(docs_header(self._documents))
-        publish(self._bin, self._paths.bin)
-        publish(self._docs, self._paths.docs)
-        if self._rejects is None:
-            self._paths.rejects.unlink(missing_ok=True)  # of an earlier build of this shard
-        else:
-            publish(self._rejects, self._paths.rejects)
+        self._bin.publish()
+        self._docs.publish(docs_header(self._documents))
+        self._rejects.publish()
+        if not self._reject_counts:
+            self._paths.rejects.unlink()
+        sync_directory(self._paths.bin.parent)
         receipt = Receipt(
             shard=self._shard,
-            split=self._split,
+            split=self.split,
             source=source,
             documents=self._documents,
             tokens=self._tokens,
             text_bytes=self._text_bytes,
             max_id=self._max_id,
-            subsets={
-                name: Counts(documents=row[0], tokens=row[1], text_bytes=row[2])
-                for name, row in zip(self._subset_index, self._counts.tolist(), strict=True)
-            },
+            subsets=self._subsets(),
             rejects=self._reject_counts,
-            sha256={"bin": self._sha256.hexdigest(), "docs": sha256_of(self._paths.docs)},
+            sha256={"bin": self._bin.sha256, "docs": sha256_of(self._paths.docs)},
             encoder=encoder,
             versions=versions,
         )
