@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ from pipeline.tokenbin import (
     read_receipt,
     write_whole,
 )
-from pipeline.verify import SPLITS, faults, strays
+from pipeline.verify import SPLITS, faults, source_faults, strays
 
 BINS = Path("bins/pile")
 
@@ -234,13 +235,21 @@ def tokenize(
 @cli.command()
 @click.argument("bins", type=path, default=BINS)
 @click.option(
+    "--source", type=path, metavar="DATA", help="Hash the shards too: are the bins made from these?"
+)
+@click.option(
     "--adopt", type=path, metavar="FILE", help="Take in a bare bin, such as nanoGPT's train.bin."
 )
 @click.option("--tokenizer", type=path, help="Of the bare bin [default: the one in BINS]")
 @click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True)
 @click.option("--eot", help="Token that ends its documents [default: <|endoftext|>]")
 def verify(
-    bins: Path, adopt: Path | None, tokenizer: Path | None, split: Split, eot: str | None
+    bins: Path,
+    source: Path | None,
+    adopt: Path | None,
+    tokenizer: Path | None,
+    split: Split,
+    eot: str | None,
 ) -> None:
     """Read every byte of BINS again and name what is wrong."""
     if adopt:
@@ -248,7 +257,7 @@ def verify(
         _show({split: [adopt_bin(bins, split, adopt, bpe)]})
         return
     num_faults = 0
-    for fault in faults(bins):
+    for fault in chain(faults(bins), source_faults(bins, source) if source else ()):
         log.error("%s", fault)
         num_faults += 1
     for stray in strays(bins):

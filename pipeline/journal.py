@@ -58,6 +58,8 @@ def read_journal(path: Path, making: Making) -> Journal | None:
         journal = read_record(path, Journal)
     except TokenBinError as error:
         raise StaleError(str(error)) from None
+    if journal.making.dataset != making.dataset:
+        raise StaleError(f"{path}: made with another dataset.json")
     for field in fields(Making):
         have, want = getattr(journal.making, field.name), getattr(making, field.name)
         if have != want:

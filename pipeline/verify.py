@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,29 @@ def faults(directory: Path) -> Iterator[str]:
                 yield from _bin_faults(paths, read_receipt(paths.receipt), dataset)
             except (TokenBinError, OSError) as error:
                 yield str(error)
+
+
+def source_faults(directory: Path, data: Path) -> Iterator[str]:
+    """Which bins were made from other shards than those in DATA, a line each.
+
+    A frame of zstd without a checksum, as The Pile's are, can be damaged and still be read: then
+    only the hash of its file tells that its text is another.
+    """
+    hash_of = cache(sha256_of)  # a hold-out makes two bins from one shard
+    for split in SPLITS:
+        for shard in built(directory, split):
+            receipt = BinPaths(directory, split, shard).receipt
+            source = read_receipt(receipt).source
+            if source is None:  # an adopted bin
+                continue
+            places = (folder / source.name for folder in (data, data / "train"))
+            path = next((place for place in places if place.is_file()), None)
+            if path is None:
+                yield f"{receipt}: made from {source.name}, which is not in {data}"
+            elif (size := path.stat().st_size) != source.size:
+                yield f"{path}: {size:,} bytes, but {receipt} was made from {source.size:,}"
+            elif (sha256 := hash_of(path)) != source.sha256:
+                yield f"{path}: sha256 {sha256}, but {receipt} was made from {source.sha256}"
 
 
 def strays(directory: Path) -> list[Path]:

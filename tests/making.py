@@ -11,6 +11,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -146,3 +147,24 @@ def run_cli(
         timeout=120,
         check=False,
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def wait_for_end(group: int) -> None:
+    """Until no process of a session lives (a zombie does not)."""
+    deadline = time.monotonic() + 20
+    while _alive_in_group(group):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes of group {group} live on")
+        time.sleep(0.02)
+
+
+def _alive_in_group(group: int) -> bool:
+    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
+    rows = (row.split() for row in found.stdout.splitlines())
+    return any(int(row[0]) == group and row[1][0] not in "ZX" for row in rows)

@@ -15,6 +15,7 @@ from making import (
     environment,
     num_tokens,
     run_cli,
+    wait_for_end,
     write_bytes_tokenizer,
     write_shard,
 )
@@ -69,21 +70,6 @@ def wait_for(pattern: str, folder: Path) -> Path:
             return found
         time.sleep(0.005)
     raise TimeoutError(f"no {pattern} in {folder}")
-
-
-def alive_in_group(group: int) -> bool:
-    """Whether any process of a session lives on (a zombie does not)."""
-    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
-    rows = (row.split() for row in found.stdout.splitlines())
-    return any(int(row[0]) == group and row[1][0] not in "ZX" for row in rows)
-
-
-def wait_for_end(group: int) -> None:
-    deadline = time.monotonic() + 20
-    while alive_in_group(group):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes of group {group} live on")
-        time.sleep(0.02)
 
 
 def start_tokenize(folder: Path) -> subprocess.Popen[bytes]:

@@ -1,6 +1,8 @@
 """Which shards there are, and reading them."""
 
 import hashlib
+import os
+import random
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -245,6 +247,31 @@ def test_the_source_is_hashed_on_the_way(tmp_path: Path) -> None:
     assert reader.source.name == "00.jsonl.zst"
     assert reader.source.size == path.stat().st_size
     assert reader.source.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+@pytest.mark.parametrize("change", ["grows", "shrinks", "is replaced", "is touched"])
+def test_a_shard_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, suffix: str, change: str
+) -> None:
+    """A download that still runs would be half of a shard, or a mix of two."""
+    digits = random.Random(0)
+    texts = [digits.randbytes(200).hex() for _ in range(10_000)]  # more than is read ahead
+    path = write_shard(tmp_path / f"00{suffix}", texts)
+    os.utime(path, (1e9, 1e9))
+    batches = iter(ShardReader(Shard("00", path), batch_bytes=1000))
+    next(batches)
+    if change == "grows":
+        with path.open("ab") as file:
+            file.write(frame(line("more")) if suffix.endswith("zst") else line("more"))
+    elif change == "shrinks":
+        os.truncate(path, path.stat().st_size - 1000)
+    elif change == "is replaced":
+        write_shard(tmp_path / f"new{suffix}", texts).replace(path)
+    else:
+        os.utime(path, (1e9, 2e9))
+    with pytest.raises(ShardError, match="changed while it was read"):
+        list(batches)
 
 
 def test_memory_is_bounded_by_the_largest_document(tmp_path: Path) -> None:
