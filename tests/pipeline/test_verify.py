@@ -15,7 +15,7 @@ from pipeline.build import Job, build
 from pipeline.plan import new_dataset
 from pipeline.shards import find_shards
 from pipeline.tokenbin import BinPaths, Receipt, create_dataset, read_receipt, write_receipt
-from pipeline.verify import faults, strays
+from pipeline.verify import faults, source_faults, strays
 
 TEXTS = [f"text {n} é" for n in range(40)]
 
@@ -150,3 +150,26 @@ def test_the_command_fails_with_a_line_for_each_fault(paths: BinPaths) -> None:
     assert missing.returncode == 1
     assert len(missing.stderr.splitlines()) == 1
     assert "dataset.json: there is no such file" in missing.stderr
+
+
+def test_bins_of_another_shard_than_the_one_there_are_named(paths: BinPaths) -> None:
+    """Damage that was there before the first reading shows in nothing else."""
+    data = paths.directory.parent
+    assert list(source_faults(paths.directory, data)) == []
+    assert run_cli("verify", paths.directory, "--source", data).returncode == 0
+    source = data / "07.jsonl"
+    content = source.read_bytes()
+    source.write_bytes(content.replace(b"text 1 ", b"test 1 "))
+    found = list(source_faults(paths.directory, data))
+    assert len(found) == 2  # train and val
+    assert all("07.jsonl: sha256 " in fault for fault in found)
+    source.write_bytes(content + b"\n")
+    assert "bytes, but" in next(source_faults(paths.directory, data))
+    done = run_cli("verify", paths.directory, "--source", data)
+    assert done.returncode == 1
+    assert "07.jsonl: " in done.stderr
+    (data / "train").mkdir()
+    source.write_bytes(content)
+    source.rename(data / "train" / "07.jsonl")
+    assert list(source_faults(paths.directory, data)) == []
+    assert "made from 07.jsonl, which is not in" in next(source_faults(paths.directory, data / "x"))
