@@ -1,13 +1,27 @@
 """One shard to its bins."""
 
 import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from making import bytes_dataset, frame, line, num_tokens, write_bytes_tokenizer, write_shard
+import zstandard
+from making import (
+    ROOT,
+    bytes_dataset,
+    command,
+    environment,
+    frame,
+    line,
+    num_tokens,
+    write_bytes_tokenizer,
+    write_shard,
+)
 
-from pipeline.bpe import Encoder, load
+from pipeline.bpe import Encoder, load, train
 from pipeline.build import Job, Update, build, held_out, is_built
 from pipeline.lock import LockedError
 from pipeline.shards import Shard, ShardError
@@ -235,6 +249,44 @@ def test_a_damaged_shard_leaves_nothing_and_keeps_what_was_there(
     with pytest.raises(ShardError, match="cut off"):
         run(work, encoder)
     assert files(work) == before
+
+
+def peak_of_tokenizing(folder: Path, num_bytes: int) -> int:
+    """Bytes of memory that the command takes at most for a shard of so many lines."""
+    digits = random.Random(0)
+    words = ["".join(digits.choice("ab") for _ in range(200)) for _ in range(50)]
+    content = b"".join(line(" ".join(digits.choices(words, k=50))) for _ in range(100))
+    source = folder / str(num_bytes) / "data" / "00.jsonl.zst"
+    source.parent.mkdir(parents=True)
+    with source.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as compressor:
+        for _ in range(num_bytes // len(content)):
+            compressor.write(content)
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists():
+        tokenizer.write_bytes(train(words * 2, 4096))
+    process = subprocess.Popen(
+        command(
+            *("pipeline", "tokenize", "--data", source.parent, "--tokenizer", tokenizer),
+            *("--out", source.parent.with_name("bins"), "--workers", 1, "--holdout", 0),
+        ),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="measures by wait4")
+def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
+    """A shard of The Pile is larger than the machine, and there is one in each worker."""
+    small, large = (peak_of_tokenizing(tmp_path, size) for size in (100_000_000, 300_000_000))
+    assert large - small < 30_000_000
+    assert large < 600_000_000
 
 
 def test_the_receipt_tells_what_it_was_made_with(tmp_path: Path, encoder: Encoder) -> None:
