@@ -29,6 +29,7 @@ from pipeline.tokenbin import (
     TokenRangeError,
     create_dataset,
     docs_header,
+    naming,
     partial,
     publish,
     read_dataset,
@@ -91,7 +92,7 @@ def _copy(
     ends: list[NDArray[np.int64]] = []  # of the documents, in tokens
     text_bytes: list[NDArray[np.int64]] = []  # up to those places
     num_bytes = 0
-    with partial(paths.bin).open("wb") as target:
+    with naming(paths.bin), partial(paths.bin).open("wb") as target:
         with file.open("rb") as source:
             while content := source.read(BLOCK_BYTES):
                 ids = np.frombuffer(content, dataset.token_dtype)

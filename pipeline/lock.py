@@ -73,7 +73,7 @@ def _clear(path: Path) -> None:
     except FileNotFoundError:  # given back just now
         return
     if owner is None:
-        raise LockedError(f"{path}: not a lock file of ours: remove it and run again")
+        raise LockedError(f"{path}: not a lock file of ours, or not whole: remove it and run again")
     raise LockedError(
         f"{path}: process {owner['pid']} on {owner['host']} has been at it since {owner['time']}; "
         f"if it is no more, remove this file and run again"

@@ -177,11 +177,7 @@ def write_exclusively(path: Path, content: bytes) -> bool:
         return _link(mine, path)
     finally:
         mine.unlink(missing_ok=True)
-        # Now that there is one, those that killed processes left are of no use. Somebody who is
-        # at work on his loses it too, and learns by it that he was not the first.
-        for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
-            with suppress(OSError):
-                left.unlink()
+        _sweep(path)
 
 
 def _link(mine: Path, path: Path) -> bool:
@@ -189,13 +185,28 @@ def _link(mine: Path, path: Path) -> bool:
         os.link(mine, path)
     except (FileExistsError, FileNotFoundError):
         return False
-    except OSError:  # a file system without hard links
+    except OSError:  # a file system without hard links: for a moment the file is empty
         try:
             path.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        try:
             mine.replace(path)
-        except (FileExistsError, FileNotFoundError):
+        except FileNotFoundError:
+            path.unlink()
             return False
     return True
+
+
+def _sweep(path: Path) -> None:
+    """Once there is a file, what killed processes left that wanted to write it is of no use.
+
+    Somebody who is at work on his loses it too, and learns by it that he was not the first.
+    """
+    with suppress(OSError):  # the file was removed just now; or, on Windows, one to sweep is open
+        if path.stat().st_size:
+            for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
+                left.unlink(missing_ok=True)
 
 
 @contextmanager

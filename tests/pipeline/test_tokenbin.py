@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipeline.tokenbin import (
     read_dataset,
     read_receipt,
     sha256_of,
+    write_exclusively,
 )
 
 quick = settings(max_examples=40, deadline=None)
@@ -163,6 +165,28 @@ def test_many_may_found_one_dataset(tmp_path: Path) -> None:
         for done in [pool.submit(create_dataset, tmp_path, DATASET, TOKENIZER) for _ in range(24)]:
             done.result()
     assert {path.name for path in tmp_path.iterdir()} == {"dataset.json", "tokenizer.json"}
+
+
+def test_the_first_of_many_writes_a_file_and_what_killed_ones_left_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hard links or without: two owners of a lock would mix their bytes."""
+    for links in (True, False):
+        if not links:
+            monkeypatch.setattr("os.link", refuse_link)
+        path = tmp_path / f"{links}.lock"
+        path.with_name(f"{path.name}.0123abcd").touch()
+        with ThreadPoolExecutor(8) as pool:
+            contents = [str(n).encode() for n in range(24)]
+            written = list(pool.map(partial(write_exclusively, path), contents))
+        assert sum(written) == 1
+        assert path.read_bytes() == contents[written.index(True)]
+        assert {found.name for found in tmp_path.glob(f"{links}*")} == {path.name}
+
+
+def refuse_link(*_: object) -> None:
+    """As a file system without hard links does."""
+    raise PermissionError(1, "Operation not permitted")
 
 
 @pytest.mark.parametrize(
