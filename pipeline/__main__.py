@@ -314,7 +314,7 @@ def main() -> None:
     try:
         cli(prog_name="python -m pipeline")
     except _Stopped:
-        log.error("stopped: the same command goes on from here")
+        log.error("stopped: run the same command again to go on")
         raise
     except (ShardError, TokenBinError, TokenizerError, LockedError, OSError, MemoryError) as error:
         log.error("%s", error or "out of memory")

@@ -512,8 +512,8 @@ class BinWriter:
 
     def _take_up(self, committed: Committed) -> list[_GrowingFile]:
         extents = (committed.bin, committed.docs, committed.rejects)
-        files = list(zip(self._layout, extents, strict=True))
-        begun = [_begun(path, header, extent) for (path, header), extent in files]
+        places = zip(self._layout, extents, strict=True)
+        begun = [_begun(path, header, extent) for (path, header), extent in places]
         if not partial(self._paths.bin).exists():  # this bin was finished, but not all of its job
             self._paths.receipt.unlink(missing_ok=True)
         self._subset_index = {name: index for index, name in enumerate(committed.subsets)}

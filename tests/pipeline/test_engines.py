@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_is_taken_up(
         assert not list(tmp_path.rglob("*.lock"))
         said = [row for row in (tmp_path / "said").read_text().splitlines() if " INFO " not in row]
         assert len(said) == 1
-        assert said[0].endswith("ERROR stopped: the same command goes on from here")
+        assert said[0].endswith("ERROR stopped: run the same command again to go on")
     again = start_tokenize(tmp_path)
     assert again.wait(timeout=60) == 0
     assert built_tokens(tmp_path) == tokens
@@ -251,7 +251,7 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs bash")
-@pytest.mark.parametrize("kind", ["a file's limit", "a disk"])
+@pytest.mark.parametrize("kind", ["a file's limit", pytest.param("a disk", marks=pytest.mark.slow)])
 def test_a_full_disk_is_said_in_one_line_and_gone_on_with(tmp_path: Path, kind: str) -> None:
     """What it needs, not a traceback; and after the hours it had taken, not from the beginning."""
     if kind == "a disk" and not can_mount():
