@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -174,10 +175,15 @@ def wrap(model: LLaMAModel, config: Config, ranks: Ranks) -> torch.nn.Module:
         forward = DistributedDataParallel(
             forward,
             device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the rotary tables are constants
             gradient_as_bucket_view=True,
+            **_keep_buffers,
         )
     return forward
+
+
+# The rotary tables are constants, so none are sent; newer torch has another name for that.
+_is_new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_keep_buffers: dict[str, Any] = {"forward_sync_buffers" if _is_new else "broadcast_buffers": False}
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
