@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from making import END_OF_TEXT_ID, ROOT, bytes_dataset, command, environment, run_cli
+from tiny import random_ids, tiny_config
 
-from model.llama import LLaMAConfig, LLaMAModel
+from model.llama import LLaMAModel
 from pipeline.tokenbin import BinWriter, create_dataset
 from trainer.batches import to_batch
 from trainer.config import Config
@@ -112,19 +113,14 @@ def rows(run: Path, kind: str = "step") -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ what a started rank imports
 
 GRADIENT_CUTS = (1, 2, 4, 8)  # windows in a forward pass
-SMALL_MODEL = LLaMAConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_hidden_layers=2,
-    intermediate_size=32,
-    max_position_embeddings=64,
-)
+SMALL_MODEL = tiny_config()
 
 
 def some_windows() -> torch.Tensor:
     """Eight windows of 64 + 1 ids, always the same."""
-    return torch.randint(64, (8, 65), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        SMALL_MODEL.vocab_size, (8, 65), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def gradients_on_a_rank(directory: Path, ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from model.llama import LLaMAConfig, LLaMAModel
 from trainer import checkpoint as checkpoints
@@ -15,14 +16,7 @@ from trainer.checkpoint import CheckpointError, choose, load_into, newest_valid,
 from trainer.config import OptimConfig
 from trainer.optim import build_optimizer
 
-SMALL = LLaMAConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_hidden_layers=2,
-    intermediate_size=32,
-    max_position_embeddings=8,
-)
+SMALL = tiny_config()
 
 
 def a_model(config: LLaMAConfig = SMALL, steps: int = 2) -> tuple[LLaMAModel, torch.optim.AdamW]:
@@ -125,8 +119,8 @@ def test_the_last_few_and_every_nth_are_kept(tmp_path: Path) -> None:
 def test_another_model_is_refused_with_the_field(tmp_path: Path) -> None:
     """A shape error inside a tensor copy tells nobody which setting was changed."""
     save(tmp_path, 1, *a_model(), {})
-    model, optimizer = a_model(replace(SMALL, intermediate_size=48), steps=0)
-    with pytest.raises(CheckpointError, match="intermediate_size 32, the configuration says 48"):
+    model, optimizer = a_model(replace(SMALL, intermediate_size=32), steps=0)
+    with pytest.raises(CheckpointError, match="intermediate_size 48, the configuration says 32"):
         load_into(choose(tmp_path, None), model, optimizer)
 
 

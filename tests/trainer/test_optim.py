@@ -9,19 +9,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_config
 
-from model.llama import LLaMAConfig, LLaMAModel
+from model.llama import LLaMAModel
 from trainer.config import OptimConfig
 from trainer.optim import build_optimizer, learning_rate, warmup_steps
 
-SMALL = LLaMAConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_hidden_layers=1,
-    intermediate_size=32,
-    max_position_embeddings=8,
-)
+SMALL = tiny_config(num_hidden_layers=1)
 
 
 @given(
