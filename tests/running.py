@@ -118,9 +118,7 @@ SMALL_MODEL = tiny_config()
 
 def some_windows() -> torch.Tensor:
     """Eight windows of 64 + 1 ids, always the same."""
-    return torch.randint(
-        SMALL_MODEL.vocab_size, (8, 65), generator=torch.Generator().manual_seed(3)
-    )
+    return random_ids(SMALL_MODEL, windows=8, positions=65)
 
 
 def gradients_on_a_rank(directory: Path, ranks: Ranks) -> None:
