@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from rich.console import Console
 
 from pipeline.adopt import adopt as adopt_bin
 from pipeline.bpe import Pattern, TokenizerError, load, require_memory, train
 from pipeline.build import Job, is_built
+from pipeline.encoders import EncoderName
 from pipeline.engines import run_local
 from pipeline.lock import LockedError
 from pipeline.plan import (
@@ -155,6 +155,13 @@ def train_tokenizer(
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes [default: one a core]")
 @click.option(
+    "--encoder",
+    type=click.Choice(["auto", "fastokens", "tokenizers"]),
+    default="auto",
+    show_default=True,
+    help="Library; auto takes the fast one while its ids are those of tokenizers.",
+)
+@click.option(
     "--val",
     default="auto",
     show_default=True,
@@ -188,6 +195,7 @@ def tokenize(
     tokenizer: Path | None,
     out: Path,
     workers: int | None,
+    encoder: EncoderName,
     val: str,
     holdout: float | None,
     max_reject_share: float,
@@ -211,7 +219,7 @@ def tokenize(
     require_space(out, estimate_bytes(waiting))
     create_dataset(out, dataset, bpe.content)
     with Progress(waiting) as progress:
-        failures = run_local(waiting, workers or _num_cores(), progress)
+        failures = run_local(waiting, bpe, encoder, workers or _num_cores(), progress)
 
     receipts: dict[Split, list[Receipt]] = {
         split: [
@@ -279,6 +287,8 @@ def _show(receipts: dict[Split, list[Receipt]]) -> None:
         if of_split:
             sums = totals(split, of_split)
             if sys.stdout.isatty():
+                from rich.console import Console  # a tenth of a second, for people only
+
                 Console().print(table(sums))
             else:
                 click.echo(json.dumps(sums, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The byte-level BPE: load one and encode with it, or train one.
+"""The byte-level BPE: load one, or train one.
 
 Whatever a tokenizer.json says about truncation, padding, templates and dropout is switched off,
 and end-of-text written out in a document is ordinary text: a document's tokens are its text and
@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -40,7 +39,7 @@ class TokenizerError(Exception):
     """A tokenizer cannot be used, or cannot be trained as asked."""
 
 
-# ------------------------------------------------------------------ loading and encoding
+# ------------------------------------------------------------------ loading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +57,6 @@ class BPE:
     def sha256(self) -> str:
         """The fingerprint: of the file's bytes."""
         return hashlib.sha256(self.content).hexdigest()
-
-
-class Encoder:
-    """Texts to token ids: the seam at which a faster library can take the reference's place."""
-
-    def __init__(self, bpe: BPE) -> None:
-        self._tokenizer = bpe.tokenizer
-        self.name = f"tokenizers {tokenizers.__version__}"
-        if bpe.lossy:
-            self.name += f"; lossy: {bpe.lossy}"
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The ids of all texts one after another, and how many each text has."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        parts = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return np.concatenate(parts or [np.zeros(0, np.uint32)]), lengths
 
 
 def load(path: Path, end_of_text: str | None = None) -> BPE:
@@ -96,8 +78,9 @@ def load(path: Path, end_of_text: str | None = None) -> BPE:
         ) from None
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from None
-    _require_byte_level(path, tokenizer)
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    _require_byte_level(path, vocabulary)
+    vocabulary |= {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items()}
     token = END_OF_TEXT if end_of_text is None else end_of_text
     if token not in vocabulary:
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
@@ -132,10 +115,10 @@ def token_bytes(bpe: BPE) -> NDArray[np.uint32]:
     return num_bytes
 
 
-def _require_byte_level(path: Path, tokenizer: Tokenizer) -> None:
+def _require_byte_level(path: Path, vocabulary: dict[str, int]) -> None:
     """A byte without a symbol would vanish from the texts, without an error."""
-    symbols = tokenizer.get_vocab(with_added_tokens=False).keys()
-    if missing := set(pre_tokenizers.ByteLevel.alphabet()) - symbols - _NOT_IN_UTF8:
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    if missing := alphabet - vocabulary.keys() - _NOT_IN_UTF8:
         raise TokenizerError(
             f"{path}: no byte-level BPE with the whole alphabet: {len(missing)} of its symbols for "
             f"bytes are missing (such as {min(missing)!r}), and texts would lose those bytes"

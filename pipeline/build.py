@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 import zstandard
 
-from pipeline.bpe import Encoder
+from pipeline.encoders import Encoder, ParityError, Tokens
 from pipeline.journal import Journal, Making, commit, read_journal
 from pipeline.lock import held, is_held
 from pipeline.shards import BATCH_BYTES, START, Batch, Shard, ShardError, ShardReader
@@ -97,31 +97,44 @@ def build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
     Raises:
         ShardError: the shard is damaged, or too many of its lines are no documents.
         TokenRangeError: the tokenizer gave an id outside the vocabulary.
+        ParityError: the encoder differs from its reference, and must not be replaced by it.
         LockedError: another process is building this shard.
         OSError: a file cannot be read or written.
     """
-    with held(job.lock):
-        if _sizes_agree(job) and (not _source_is_newer(job) or _newer_but_equal(job)):
-            _clear_away(job)
-            return
-        making = Making(
-            source=job.shard.path.name,
-            dataset=job.dataset,
-            encoder=encoder.name,
-            versions=_versions(),
-        )
-        try:
-            try:
-                _build(job, making, encoder, report, read_journal(job.journal, making))
-            except StaleError as error:
-                log.warning("%s: begun anew: %s", job.shard.name, error)
+    try:
+        with held(job.lock):
+            if _sizes_agree(job) and (not _source_is_newer(job) or _newer_but_equal(job)):
                 _clear_away(job)
-                _build(job, making, encoder, report, None)
-        except BaseException as error:
-            if isinstance(error, (ShardError, TokenBinError)) or not job.journal.exists():
-                _clear_away(job)
+            else:
+                _build_on(job, encoder, report)
+    except ParityError as error:
+        if encoder.fallback is None:
             raise
-        _clear_away(job)
+        log.warning("%s: begun anew with the reference: %s", job.shard.name, error)
+        build(job, encoder.fallback, report)
+
+
+def _build_on(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
+    """Go on with what is committed, or begin; leave nothing but what can be gone on with."""
+    making = Making(
+        source=job.shard.path.name,
+        dataset=job.dataset,
+        encoder=encoder.name,
+        versions=_versions(),
+    )
+    try:
+        try:
+            _build(job, making, encoder, report, read_journal(job.journal, making))
+        except StaleError as error:
+            log.warning("%s: begun anew: %s", job.shard.name, error)
+            _clear_away(job)
+            _build(job, making, encoder, report, None)
+    except BaseException as error:
+        fails_again = isinstance(error, (ParityError, ShardError, TokenBinError))
+        if fails_again or not job.journal.exists():
+            _clear_away(job)
+        raise
+    _clear_away(job)
 
 
 def _build(
@@ -143,10 +156,10 @@ def _build(
         if journal:
             log.info("%s: going on after line %s", job.shard.name, f"{start.line:,}")
         committed = time.monotonic()
-        for batch in reader:
-            parts = _parted(batch, dataset.holdout) if len(writers) > 1 else [batch]
-            for writer, part in zip(writers, parts, strict=True):
-                ids, lengths = encoder.encode_batch(part.texts)
+        for batch, tokens in encoder.encode_shard(reader):
+            whole = [(batch, tokens)]
+            parts = whole if len(writers) == 1 else _parted(batch, tokens, dataset.holdout)
+            for writer, (part, (ids, lengths)) in zip(writers, parts, strict=True):
                 writer.append(ids, lengths, part.lines, part.text_bytes, part.subsets)
             for reject in batch.rejects:
                 writers[0].reject(*reject)
@@ -191,16 +204,15 @@ def held_out(text: str, holdout: float) -> bool:
     return int.from_bytes(digest, "big") < holdout * 2**64
 
 
-def _parted(batch: Batch, holdout: float) -> Iterator[Batch]:
+def _parted(batch: Batch, tokens: Tokens, holdout: float) -> Iterator[tuple[Batch, Tokens]]:
     """What stays in training, and what is held out."""
-    mask = [held_out(text, holdout) for text in batch.texts]
+    mask = np.array([held_out(text, holdout) for text in batch.texts], bool)
+    of_ids = np.repeat(mask, tokens.lengths)
     for wanted in (False, True):
         part = Batch()
-        rows = zip(batch.texts, batch.lines, batch.subsets, mask, strict=True)
-        for text, line, subset, taken in rows:
-            if taken == wanted:
-                part.add(text, line, subset)
-        yield part
+        for row in np.flatnonzero(mask == wanted).tolist():
+            part.add(batch.texts[row], batch.lines[row], batch.subsets[row])
+        yield part, Tokens(tokens.ids[of_ids == wanted], tokens.lengths[mask == wanted])
 
 
 def _require_few_rejects(reader: ShardReader, writer: BinWriter, allowed: float) -> None:

@@ -14,10 +14,13 @@ import sys
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 
-from pipeline.bpe import Encoder, load
+from pipeline.bpe import BPE, TokenizerError, load
 from pipeline.build import Job, Update, build
+from pipeline.encoders import Encoder, EncoderName, choose_encoder
 from pipeline.lock import LockedError
 from pipeline.progress import Progress
 from pipeline.shards import ShardError
@@ -26,19 +29,27 @@ from pipeline.tokenbin import TokenBinError
 SECONDS_TO_STOP = 5.0  # that a worker has to clean up after itself
 
 # What a job can come to without a fault of ours.
-FAILURES = (ShardError, TokenBinError, LockedError, OSError, MemoryError, BrokenProcessPool)
+FAILURES = (
+    *(ShardError, TokenBinError, TokenizerError, LockedError),
+    *(OSError, MemoryError, BrokenProcessPool),
+)
 
 log = logging.getLogger(__name__)
 
 
-def run_local(jobs: list[Job], workers: int, progress: Progress) -> dict[str, str]:
+def run_local(
+    jobs: list[Job], bpe: BPE, wanted: EncoderName, workers: int, progress: Progress
+) -> dict[str, str]:
     """Build shards; the failures, by shard, one line each.
 
     One that fails does not stop the others.
 
     Args:
         jobs: all of one dataset; the largest shards go first, so that none is left at the end.
-        workers: processes, at most. A single one needs none of its own.
+        bpe: of the dataset.
+        wanted: the encoder.
+        workers: processes, at most. A single one needs none of its own, and where there are more
+            than shards, several threads encode one shard.
         progress: told how the jobs come along.
     """
     if not jobs:
@@ -47,13 +58,12 @@ def run_local(jobs: list[Job], workers: int, progress: Progress) -> dict[str, st
     num_processes = min(workers, len(jobs))
     threads = max(1, workers // num_processes)
     if num_processes == 1:
-        return _run_here(queue, threads, progress)
-    return _run_in_processes(queue, num_processes, threads, progress)
+        return _run_here(queue, choose_encoder(bpe, wanted, threads), progress)
+    return _run_in_processes(queue, num_processes, (wanted, threads), progress)
 
 
-def _run_here(queue: list[Job], threads: int, progress: Progress) -> dict[str, str]:
+def _run_here(queue: list[Job], encoder: Encoder, progress: Progress) -> dict[str, str]:
     failures: dict[str, str] = {}
-    encoder = _encoder(queue[0], threads)
     while queue:
         job = queue.pop()
         progress.begin(job.shard.name)
@@ -66,11 +76,11 @@ def _run_here(queue: list[Job], threads: int, progress: Progress) -> dict[str, s
 
 
 def _run_in_processes(
-    queue: list[Job], num_processes: int, threads: int, progress: Progress
+    queue: list[Job], num_processes: int, encoding: tuple[EncoderName, int], progress: Progress
 ) -> dict[str, str]:
     failures: dict[str, str] = {}
     running: dict[Future[None], tuple[_Worker, Job]] = {}
-    workers = [_Worker(queue[0], threads) for _ in range(num_processes)]
+    workers = [_Worker(encoding) for _ in range(num_processes)]
     idle = list(workers)
     try:
         while queue or running:
@@ -119,21 +129,14 @@ def _note(job: Job, error: BaseException, failures: dict[str, str]) -> None:
     failures[job.shard.name] = told
 
 
-def _encoder(job: Job, threads: int) -> Encoder:
-    """The dataset's encoder; the thread settings count until the library's first batch."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    return Encoder(load(job.directory / "tokenizer.json", job.dataset.end_of_text_token))
-
-
 # ------------------------------------------------------------------ a worker, from the parent
 
 
 class _Worker:
     """A process that builds one shard at a time; if it is killed, the next job gets a new one."""
 
-    def __init__(self, job: Job, threads: int) -> None:
-        self._begin = (job, threads)
+    def __init__(self, encoding: tuple[EncoderName, int]) -> None:
+        self._encoding = encoding
         self._pool: ProcessPoolExecutor | None = None
         self._queue: SimpleQueue[Update | logging.LogRecord] | None = None
 
@@ -143,7 +146,7 @@ class _Worker:
             # Its own queue too: one that is shared stays locked when a process is killed in it.
             self._queue = context.SimpleQueue()
             self._pool = ProcessPoolExecutor(
-                1, mp_context=context, initializer=_begin, initargs=(self._queue, *self._begin)
+                1, mp_context=context, initializer=_begin, initargs=(self._queue, *self._encoding)
             )
         return self._pool.submit(_run, job)
 
@@ -172,8 +175,8 @@ def _stop(workers: list[_Worker], running: dict[Future[None], tuple[_Worker, Job
 
 # ------------------------------------------------------------------ a worker, from inside
 
-_encode_with: Encoder  # of this process, for all its jobs
 _queue: SimpleQueue[Update | logging.LogRecord]
+_wanted: tuple[EncoderName, int]
 
 
 class _ToParent(logging.Handler):
@@ -184,14 +187,15 @@ class _ToParent(logging.Handler):
         _queue.put(record)
 
 
-def _begin(queue: SimpleQueue[Update | logging.LogRecord], job: Job, threads: int) -> None:
-    global _encode_with, _queue
+def _begin(
+    queue: SimpleQueue[Update | logging.LogRecord], wanted: EncoderName, threads: int
+) -> None:
+    global _queue, _wanted
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _queue = queue
+    _queue, _wanted = queue, (wanted, threads)
     logging.basicConfig(level=logging.INFO, handlers=[_ToParent()])
-    _encode_with = _encoder(job, threads)
 
 
 def _end(*_: object) -> None:
@@ -207,4 +211,10 @@ def _end_with_parent() -> None:
 
 
 def _run(job: Job) -> None:
-    build(job, _encode_with, _queue.put)
+    tokenizer = job.directory / "tokenizer.json"
+    build(job, _encoder(tokenizer, job.dataset.end_of_text_token), _queue.put)
+
+
+@lru_cache(maxsize=1)  # all jobs of a process are of one dataset
+def _encoder(tokenizer: Path, end_of_text: str) -> Encoder:
+    return choose_encoder(load(tokenizer, end_of_text), *_wanted)

@@ -11,12 +11,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bars
+from typing import TYPE_CHECKING
 
 from pipeline.build import Job, Update
+
+if TYPE_CHECKING:  # every process imports this module, and only a terminal needs the bars
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -101,7 +102,10 @@ class Progress:
 
 
 def _bars() -> Bars:
-    return Bars(
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from pipeline.tokenbin import Receipt
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COUNTED = ("documents", "tokens", "text_bytes")
 
@@ -38,6 +39,8 @@ def totals(split: str, receipts: Sequence[Receipt]) -> dict[str, Any]:
 
 def table(sums: dict[str, Any]) -> Table:
     """The same for the eye."""
+    from rich.table import Table
+
     bins = "1 bin" if sums["bins"] == 1 else f"{sums['bins']} bins"
     shown = Table(title=f"{sums['split']}: {bins}", title_justify="left")
     for heading in ("subset", "documents", "tokens", "bytes of text", "tokens a byte"):

@@ -25,6 +25,7 @@ import secrets
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
@@ -252,10 +253,13 @@ def read_record(path: Path, kind: type[Record]) -> Record:
     return _fit(values, kind, str(path))
 
 
+_type_hints = cache(get_type_hints)  # it compiles each of them anew
+
+
 def _fit(value: Any, kind: Any, where: str) -> Any:
     """`value` from JSON as the annotated `kind`: a record, or one of the few types they hold."""
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        hints = get_type_hints(kind)
+        hints = _type_hints(kind)
         if value.keys() != hints.keys():
             odd = ", ".join(sorted(value.keys() ^ hints.keys()))
             raise TokenBinError(f"{where}: missing or unknown fields: {odd}")

@@ -9,7 +9,6 @@ from making import END_OF_TEXT, SHARED, byte_symbols, write_bytes_tokenizer
 
 from pipeline.bpe import (
     BPE,
-    Encoder,
     TokenizerError,
     load,
     require_memory,
@@ -17,6 +16,7 @@ from pipeline.bpe import (
     train,
     training_memory,
 )
+from pipeline.encoders import choose_encoder
 
 AWKWARD = (
     "e\u0301",
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> BPE:
 
 def encode(bpe: BPE, *texts: str) -> list[list[int]]:
     """Ids of each text, by way of the encoder."""
-    ids, lengths = Encoder(bpe).encode_batch(texts)
+    ids, lengths = choose_encoder(bpe, "tokenizers").encode_batch(texts)
     return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
@@ -164,7 +164,7 @@ def test_a_normalizer_is_noted(tmp_path: Path) -> None:
     path = write_bytes_tokenizer(tmp_path / "tokenizer.json", normalizer={"type": "NFC"})
     bpe = load(path)
     assert bpe.lossy == r"'e\u0301' comes back as '\xe9' (normalizer NFC)"
-    assert Encoder(bpe).name.endswith(bpe.lossy)
+    assert choose_encoder(bpe, "tokenizers").name.endswith(bpe.lossy)
 
 
 def test_the_bytes_of_each_id_add_up_to_the_text(trained: BPE) -> None:

@@ -21,8 +21,9 @@ from making import (
     write_shard,
 )
 
-from pipeline.bpe import Encoder, load, train
+from pipeline.bpe import load, train
 from pipeline.build import Job, Update, build, held_out, is_built
+from pipeline.encoders import Encoder, ParityError, choose_encoder, is_checked
 from pipeline.lock import LockedError
 from pipeline.shards import Shard, ShardError
 from pipeline.tokenbin import BinPaths, read_receipt
@@ -30,7 +31,8 @@ from pipeline.tokenbin import BinPaths, read_receipt
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return Encoder(load(write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json")))
+    path = write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json")
+    return choose_encoder(load(path))
 
 
 def job(source: Path, **changes: object) -> Job:
@@ -305,3 +307,27 @@ def test_the_receipt_tells_what_it_was_made_with(tmp_path: Path, encoder: Encode
         "00.docs.npy",
         "00.json",
     }
+
+
+def test_a_difference_in_mid_shard_starts_it_over_with_the_reference(
+    tmp_path: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a shard of wrong ids must not stay, and the run must not end over it."""
+    swapped = load(write_bytes_tokenizer(tmp_path / "other.json", swap={ord("q"): ord("z")}))
+    reference = choose_encoder(load(write_bytes_tokenizer(tmp_path / "t.json")), "tokenizers")
+    encode = choose_encoder(swapped, "tokenizers").encode_batch
+    wrong = Encoder("another 1.0", encode, None, reference=reference, fallback=reference)
+    checked = next(text for n in range(10**5) if is_checked(text := f"{n} quick"))
+    texts = ["plain " * 100_000] * 5 + [checked]
+    work = job(write_shard(tmp_path / "data" / "00.jsonl.zst", texts))
+    updates = run(work, wrong)
+    assert [update.documents for update in updates].count(2) == 2  # it began twice
+    assert f"00: begun anew with the reference: another 1.0 differs from {reference.name}" in (
+        caplog.text
+    )
+    receipt = read_receipt(work.outputs[0].receipt)
+    assert (receipt.encoder, receipt.tokens) == (reference.name, num_tokens(texts))
+    work.outputs[0].receipt.unlink()
+    forced = Encoder("another 1.0", encode, None, reference=reference)
+    with pytest.raises(ParityError, match=r"another 1\.0 differs"):
+        run(work, forced)

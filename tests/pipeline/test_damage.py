@@ -17,8 +17,9 @@ import pytest
 import zstandard
 from making import SAMPLE, bytes_dataset, frame, write_bytes_tokenizer
 
-from pipeline.bpe import Encoder, load
+from pipeline.bpe import load
 from pipeline.build import Job, build
+from pipeline.encoders import Encoder, choose_encoder
 from pipeline.shards import Shard, ShardError
 from pipeline.tokenbin import TokenBins, create_dataset
 from pipeline.verify import source_faults
@@ -105,7 +106,9 @@ def damage(content: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return Encoder(load(write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json")))
+    return choose_encoder(
+        load(write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json"))
+    )
 
 
 def right_bin(content: bytes, max_reject_share: float) -> list[int] | None:

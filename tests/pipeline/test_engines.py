@@ -46,7 +46,8 @@ def plan(folder: Path) -> list[Job]:
 
 def run(jobs: list[Job], workers: int) -> dict[str, str]:
     with Progress(jobs) as progress:
-        return run_local(jobs, workers, progress)
+        bpe = load(jobs[0].directory / "tokenizer.json") if jobs else None
+        return run_local(jobs, bpe, "auto", workers, progress)
 
 
 def write_slow_shards(folder: Path, count: int) -> dict[str, int]:

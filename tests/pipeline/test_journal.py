@@ -30,8 +30,9 @@ from making import (
 )
 
 from pipeline import build as building
-from pipeline.bpe import Encoder, load
+from pipeline.bpe import load
 from pipeline.build import Job, Update, build, is_built
+from pipeline.encoders import Encoder, choose_encoder
 from pipeline.journal import Journal
 from pipeline.lock import this_host
 from pipeline.shards import Shard, ShardError
@@ -40,7 +41,9 @@ from pipeline.tokenbin import TokenRangeError, partial, read_record, write_whole
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return Encoder(load(write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json")))
+    return choose_encoder(
+        load(write_bytes_tokenizer(tmp_path_factory.mktemp("t") / "tokenizer.json"))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +251,7 @@ def test_what_fails_for_good_leaves_nothing(
 ) -> None:
     """It would fail in the same way again, and its files would stay for ever."""
     tokenizer = write_bytes_tokenizer(tmp_path / "tokenizer.json", 301, {ord("~"): 300})
-    encoder = Encoder(load(tokenizer))
+    encoder = choose_encoder(load(tokenizer))
     job = plan(write_rows(tmp_path / "07.jsonl.zst", rows(60)))
     stop(job, encoder)
     fault(job)

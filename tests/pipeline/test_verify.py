@@ -10,8 +10,9 @@ import pytest
 from making import line, run_cli, write_bytes_tokenizer
 
 from pipeline import verify
-from pipeline.bpe import Encoder, load
+from pipeline.bpe import load
 from pipeline.build import Job, build
+from pipeline.encoders import choose_encoder
 from pipeline.plan import new_dataset
 from pipeline.shards import find_shards
 from pipeline.tokenbin import BinPaths, Receipt, create_dataset, read_receipt, write_receipt
@@ -31,7 +32,7 @@ def paths(tmp_path: Path) -> BinPaths:
     create_dataset(directory, dataset, bpe.content)
     (shard,) = find_shards(tmp_path)
     job = Job(shard=shard, split="train", directory=directory, dataset=dataset)
-    build(job, Encoder(bpe), lambda _: None)
+    build(job, choose_encoder(bpe), lambda _: None)
     return BinPaths(directory, "train", "07")
 
 
