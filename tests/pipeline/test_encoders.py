@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable
 from itertools import chain
@@ -14,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import (
     END_OF_TEXT,
+    ROOT,
     SAMPLE,
     SHARED,
+    command,
+    environment,
     run_cli,
     write_bytes_tokenizer,
     write_shard,
@@ -298,3 +304,25 @@ def test_all_encoders_and_numbers_of_workers_write_the_same_bin(tmp_path: Path) 
         library = "tokenizers" if encoder == "tokenizers" else "fastokens"
         assert read_receipt(out / "bins" / "train" / "00.json").encoder.startswith(library)
     assert len(bins) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="asks for what a child process took")
+@pytest.mark.parametrize("encoder", ["auto", "tokenizers"])
+@pytest.mark.parametrize("alphabet", ["abcdefghijklmnopqrstuvwxyz", " ", "漢字中文"])
+def test_a_long_word_takes_bounded_time_and_memory(
+    tmp_path: Path, encoder: str, alphabet: str
+) -> None:
+    """A document that is one word of 8 MB, which no boundary can cut, stops no shard."""
+    num_chars = 8_000_000 // len(alphabet[0].encode())
+    text = "".join(random.Random(0).choices(alphabet, k=num_chars))
+    write_shard(tmp_path / "data" / "00.jsonl.zst", [text])
+    (tmp_path / "tokenizer.json").write_bytes(train(["the quick brown fox 漢字  "] * 9, 400))
+    arguments = ("tokenize", "--data", tmp_path / "data", "--out", tmp_path / "bins")
+    arguments += ("--val", "none", "--holdout", 0, "--workers", 1, "--encoder", encoder)
+    process = subprocess.Popen(command("pipeline", *arguments), cwd=ROOT, env=environment())
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert used.ru_utime + used.ru_stime < 60
+    assert used.ru_maxrss * (1 if sys.platform == "darwin" else 1024) < 2 << 30
