@@ -21,7 +21,7 @@ PYTHON    ?= $(VENV_PYTHON)#     a Python of your own is used as it is
 READY     := $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/ready)
 
 # An option is passed only when its variable was given, so that a config's own value stands.
-option = $(if $($(1)),$(2) $($(1)))
+option = $(if $($(1)),$(2) '$($(1))')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo tokenizer tokenize verify train sample test test-slow accept check lint types format clean
@@ -52,19 +52,19 @@ demo: $(READY) ## the whole way on the sample inside the repository, in a few mi
 	$(PYTHON) -m trainer sample runs/demo --prompt "The database"
 
 tokenizer: $(READY) ## train a byte-level BPE: DATA SHARDS VOCAB TOKENIZER
-	$(PYTHON) -m pipeline train-tokenizer --data $(DATA) --shards $(SHARDS) --vocab-size $(VOCAB) --out $(TOKENIZER) $(ARGS)
+	$(PYTHON) -m pipeline train-tokenizer --data '$(DATA)' --shards '$(SHARDS)' --vocab-size '$(VOCAB)' --out '$(TOKENIZER)' $(ARGS)
 
 tokenize: $(READY) ## shards to token bins: DATA SHARDS TOKENIZER BINS WORKERS
-	$(PYTHON) -m pipeline tokenize --data $(DATA) --shards $(SHARDS) --tokenizer $(TOKENIZER) --out $(BINS) $(call option,WORKERS,--workers) $(ARGS)
+	$(PYTHON) -m pipeline tokenize --data '$(DATA)' --shards '$(SHARDS)' --tokenizer '$(TOKENIZER)' --out '$(BINS)' $(call option,WORKERS,--workers) $(ARGS)
 
 verify: $(READY) ## re-read every byte of the bins: BINS
-	$(PYTHON) -m pipeline verify $(BINS) $(ARGS)
+	$(PYTHON) -m pipeline verify '$(BINS)' $(ARGS)
 
 train: $(READY) ## train, or go on where it stopped: CONFIG RUN BINS NGPU STEPS
-	$(PYTHON) -m trainer train $(CONFIG) --run $(RUN) $(call option,NGPU,--ngpu) $(if $(filter file,$(origin BINS)),,--set data.bins=$(BINS)) $(if $(STEPS),--set train.steps=$(STEPS)) $(ARGS)
+	$(PYTHON) -m trainer train '$(CONFIG)' --run '$(RUN)' $(call option,NGPU,--ngpu) $(if $(filter file,$(origin BINS)),,--set 'data.bins=$(BINS)') $(if $(STEPS),--set 'train.steps=$(STEPS)') $(ARGS)
 
 sample: $(READY) ## text from a run's newest checkpoint: RUN
-	$(PYTHON) -m trainer sample $(RUN) $(ARGS)
+	$(PYTHON) -m trainer sample '$(RUN)' $(ARGS)
 
 test: $(READY) ## the test suite, under 90 s on two cores
 	$(PYTHON) -m pytest -m "not slow and not accept" $(ARGS)

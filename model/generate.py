@@ -81,7 +81,13 @@ def draw(
     top_p: float | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """One id a row, shape (B,). Ties at the border of top_k stay in."""
+    """One id a row, shape (B,). Ties at the border of top_k stay in.
+
+    Raises:
+        SamplingError: a logit is not finite, as in a model that has diverged.
+    """
+    if not bool(logits_BV.isfinite().all()):
+        raise SamplingError("the model's logits are not finite: take an earlier checkpoint")
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV.float() / temperature

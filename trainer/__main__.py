@@ -35,6 +35,7 @@ MISTAKES = (
     ContextLengthError,
     ModelConfigError,
     NotEnoughMemoryError,
+    OSError,
     RankError,
     RunError,
     SampleError,

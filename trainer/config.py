@@ -27,13 +27,16 @@ class Bound:
     """What a value must be besides its type; it stands in the annotation of the field."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 Count = Annotated[int, Bound("of at least 1", lambda value: value >= 1)]
 CountOrZero = Annotated[int, Bound("of at least 0", lambda value: value >= 0)]
+Seed = Annotated[int, Bound("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)]
 Positive = Annotated[float, Bound("above 0", lambda value: value > 0)]
+Seconds = Annotated[float, Bound("above 0 and at most 1,000,000", lambda value: 0 < value <= 1e6)]
 PositiveOrZero = Annotated[float, Bound("of at least 0", lambda value: value >= 0)]
+Name = Annotated[str, Bound("that is not empty", lambda value: value != "")]
 Ratio = Annotated[float, Bound("from 0 to 1", lambda value: 0 <= value <= 1)]
 Beta = Annotated[float, Bound("from 0 to below 1", lambda value: 0 <= value < 1)]
 
@@ -68,10 +71,10 @@ class ModelConfig:
 class DataConfig:
     """`[data]`: what is read, and in which order."""
 
-    bins: str = "bins/pile"  # the dataset directory
+    bins: Name = "bins/pile"  # the dataset directory
     shards: str = "all"  # 00-29, 00,02,05-07, names, or all
     context: Count = 1024  # tokens that a window predicts
-    seed: CountOrZero = 0  # of the order
+    seed: Seed = 0  # of the order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +104,12 @@ class TrainConfig:
     """`[train]`: how long, on what, and how."""
 
     steps: Count = 10_000
-    seed: CountOrZero = 0  # of the initial weights
+    seed: Seed = 0  # of the initial weights
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU that has it
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     ngpu: Count | None = None  # ranks on this machine; None: one a GPU, or 1
-    timeout_s: Positive = 600.0  # how long a rank waits for the others
+    timeout_s: Seconds = 600.0  # how long a rank waits for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class CheckpointConfig:
 class RunConfig:
     """`[run]`: where the run is and how much it says."""
 
-    directory: str = "runs/default"  # `load_config` gives runs/<name of the file> if it is not set
+    directory: Name = "runs/default"  # `load_config` gives runs/<name of the file> if it is not set
     log_every: Count = 10  # steps between two lines on the console
 
 

@@ -160,3 +160,13 @@ def test_an_empty_prompt_is_refused() -> None:
     """There is nothing to continue."""
     with pytest.raises(SamplingError, match="prompt"):
         told(wide_model(tiny_config()), torch.zeros(1, 0).long(), max_new_tokens=1)
+
+
+def test_a_diverged_model_is_named_as_one() -> None:
+    """Else a run that ended in NaN answers with a traceback from inside torch."""
+    model = wide_model(tiny_config())
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(SamplingError, match="not finite"):
+            list(generate(model, torch.tensor([[1]]), max_new_tokens=1, temperature=temperature))

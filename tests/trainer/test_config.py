@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 RATIO = st.floats(0, 1)
 COUNT = st.integers(1, 2**63)
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
 @st.composite
@@ -60,7 +60,11 @@ def configs(draw: st.DrawFn) -> Config:
             global_windows=micro_windows * draw(st.integers(1, 100)),
         ),
         optim=draw(optim),
-        train=draw(st.builds(TrainConfig, steps=COUNT, ngpu=st.none() | COUNT, timeout_s=POSITIVE)),
+        train=draw(
+            st.builds(
+                TrainConfig, steps=COUNT, ngpu=st.none() | COUNT, timeout_s=st.floats(1e-3, 1e6)
+            )
+        ),
         eval=draw(st.builds(EvalConfig, every=COUNT)),
         checkpoint=draw(st.builds(CheckpointConfig, keep_every=st.none() | COUNT)),
         run=RunConfig(directory=draw(TEXT)),
@@ -202,7 +206,7 @@ def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path, text
         ("[train]\nsteps = 1.0", "train.steps: found 1.0, expected a whole number of at least 1"),
         ("[train]\nsteps = 0", "train.steps: found 0, expected a whole number of at least 1"),
         ("[train]\nngpu = 0", "train.ngpu: found 0, expected a whole number of at least 1"),
-        ("[train]\nseed = -1", "train.seed: found -1, expected a whole number of at least 0"),
+        ("[train]\nseed = -1", "train.seed: found -1, expected a whole number from 0 to"),
         ('[optim]\nclip = "1"', 'optim.clip: found "1", expected a number of at least 0'),
         ("[optim]\nclip = true", "optim.clip: found true, expected a number of at least 0"),
         ("[optim]\npeak_lr = nan", "optim.peak_lr: found nan, expected a number above 0"),
@@ -335,3 +339,15 @@ def test_the_model_section_is_the_models_own_configuration() -> None:
     ours = ModelConfig().llama_fields(LLaMAConfig().vocab_size)
     assert LLaMAConfig(**ours) == LLaMAConfig()
     assert ours.keys() == {field.name for field in fields(LLaMAConfig)}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.seed=9223372036854775808", "train.seed=-1", "train.timeout_s=1e300", "run.directory=''"],
+)
+def test_what_no_machine_can_take_is_refused_here(tmp_path: Path, override: str) -> None:
+    """Else it is a traceback from inside a library, after the bins have been opened."""
+    path = tmp_path / "run.toml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"expected a "):
+        load_config(path, [override])
