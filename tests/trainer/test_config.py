@@ -206,7 +206,7 @@ def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path, text
         ("[train]\nsteps = 1.0", "train.steps: found 1.0, expected a whole number of at least 1"),
         ("[train]\nsteps = 0", "train.steps: found 0, expected a whole number of at least 1"),
         ("[train]\nngpu = 0", "train.ngpu: found 0, expected a whole number of at least 1"),
-        ("[train]\nseed = -1", "train.seed: found -1, expected a whole number from 0 to"),
+        ("[train]\nseed = -1", "train.seed: found -1, expected a whole number from 0 to 2**63 - 1"),
         ('[optim]\nclip = "1"', 'optim.clip: found "1", expected a number of at least 0'),
         ("[optim]\nclip = true", "optim.clip: found true, expected a number of at least 0"),
         ("[optim]\npeak_lr = nan", "optim.peak_lr: found nan, expected a number above 0"),
