@@ -30,7 +30,7 @@ help: ## list the targets and the variables
 	@echo 'targets:'
 	@sed -n 's/^\([a-z-]*\):.*## /  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
 	@echo 'variables (NAME ?= default# what it is):'
-	@sed -n '/?=/s/^/  /p' $(MAKEFILE_LIST) | grep -v sed
+	@sed -n 's/^\([A-Z_]* *?=\)/  \1/p' $(MAKEFILE_LIST)
 
 setup: ## virtual environment with the pinned packages, editable install
 	@$(SYSTEM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -204,7 +205,14 @@ def tokenize(
     eot: str | None,
 ) -> None:
     """Turn shards into token bins; what is built already is left alone."""
+    for option, share in (("--holdout", holdout), ("--max-reject-share", max_reject_share)):
+        if share is not None and math.isnan(share):  # which every range lets through
+            raise click.BadParameter("nan is no share", param_hint=option)
+    if out.resolve() in (data.resolve(), (data / "train").resolve()):
+        raise ShardError(f"--out {out}: the shards are there: name a folder of its own for bins")
     chosen, validation = find_shards(data, shards), choose_validation(data, val)
+    if validation and validation.path.resolve() in (shard.path.resolve() for shard in chosen):
+        raise ShardError(f"--val {validation.path}: it is to be trained on too: leave it out")
     bpe = load(tokenizer or out.parent / "tokenizer.json", eot)
     if bpe.lossy:
         log.warning("the tokenizer changes text, and the receipts say so: %s", bpe.lossy)
@@ -271,7 +279,11 @@ def verify(
     for stray in strays(bins):
         log.warning("%s: belongs to no finished bin", stray)
     if num_faults:
-        log.error("%s: %d faults", bins, num_faults)
+        log.error(
+            "%s: faults: %d; remove the receipts (.json) of those bins and tokenize again",
+            bins,
+            num_faults,
+        )
         sys.exit(1)
     _show(
         {

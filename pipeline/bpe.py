@@ -91,17 +91,24 @@ def load(path: Path, end_of_text: str | None = None) -> BPE:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.post_processor = None
+    if not isinstance(tokenizer.model, models.BPE):
+        raise TokenizerError(f"{path}: a {type(tokenizer.model).__name__} model, expected BPE")
     tokenizer.model.dropout = None
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
     # Neither stored in the file nor kept by pickling, and it covers only what is marked special.
     tokenizer.encode_special_tokens = True
+    lossy = _lossy(tokenizer)
+    if tokenizer.normalizer is None and any(len(_back(tokenizer, t)) < len(t) for t in _PROBE):
+        raise TokenizerError(
+            f"{path}: it loses text ({lossy}): expected a byte-level pre-tokenizer and decoder"
+        )
     return BPE(
         tokenizer=tokenizer,
         content=content,
         vocab_size=max(vocabulary.values()) + 1,
         end_of_text_token=token,
         end_of_text_id=vocabulary[token],
-        lossy=_lossy(tokenizer),
+        lossy=lossy,
     )
 
 
@@ -128,12 +135,16 @@ def _require_byte_level(path: Path, vocabulary: dict[str, int]) -> None:
 def _lossy(tokenizer: Tokenizer) -> str:
     """What decoding does not give back, told by a few texts that are often changed."""
     for text in _PROBE:
-        back = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
+        back = _back(tokenizer, text)
         if back != text:
             normalizer = tokenizer.normalizer
             cause = f" (normalizer {type(normalizer).__name__})" if normalizer else ""
             return f"{text!a} comes back as {back!a}{cause}"
     return ""
+
+
+def _back(tokenizer: Tokenizer, text: str) -> str:
+    return tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False)
 
 
 # ------------------------------------------------------------------ training one

@@ -97,6 +97,7 @@ def build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
     Raises:
         ShardError: the shard is damaged, or too many of its lines are no documents.
         TokenRangeError: the tokenizer gave an id outside the vocabulary.
+        TokenBinError: a bin of that name was adopted.
         ParityError: the encoder differs from its reference, and must not be replaced by it.
         LockedError: another process is building this shard.
         OSError: a file cannot be read or written.
@@ -106,12 +107,27 @@ def build(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:
             if _sizes_agree(job) and (not _source_is_newer(job) or _newer_but_equal(job)):
                 _clear_away(job)
             else:
+                _spare_adopted(job)
                 _build_on(job, encoder, report)
     except ParityError as error:
         if encoder.fallback is None:
             raise
         log.warning("%s: begun anew with the reference: %s", job.shard.name, error)
         build(job, encoder.fallback, report)
+
+
+def _spare_adopted(job: Job) -> None:
+    """Refuse to replace a bin that was taken in from elsewhere: no shard can bring it back."""
+    for out in job.outputs:
+        try:
+            adopted = read_receipt(out.receipt).source is None
+        except TokenBinError:  # none there, or damaged: it is built
+            continue
+        if adopted:
+            raise TokenBinError(
+                f"{out.bin}: adopted, and shard {job.shard.name} would replace it: remove "
+                f"{out.receipt} if it may, or choose other --shards"
+            )
 
 
 def _build_on(job: Job, encoder: Encoder, report: Callable[[Update], None]) -> None:

@@ -98,8 +98,10 @@ def _present(data: Path) -> dict[int | str, list[Shard]]:
     for folder in (data, data / "train"):
         for path in sorted(folder.glob("*.jsonl*")):
             suffix = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
-            if suffix is None or path.name.startswith(".") or not path.is_file():
+            if suffix is None or path.name.startswith("."):
                 continue
+            if not path.is_file():
+                raise ShardError(f"{path}: named like a shard, but no file: mend or remove it")
             name = path.name.removesuffix(suffix)
             if name not in NEVER_TRAINED_ON:
                 present.setdefault(shard_key(name), []).append(Shard(name, path))

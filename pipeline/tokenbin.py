@@ -240,7 +240,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise TokenBinError(f"{path}: there is no such file") from None
+        raise TokenBinError(f"{path}: there is no such file: are the bins elsewhere?") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TokenBinError(f"{path}: not JSON ({error})") from None
     if not isinstance(values, dict):

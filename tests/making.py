@@ -168,3 +168,28 @@ def _alive_in_group(group: int) -> bool:
     found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
     rows = (row.split() for row in found.stdout.splitlines())
     return any(int(row[0]) == group and row[1][0] not in "ZX" for row in rows)
+
+
+# A process's peak counts that of the process it was forked from, which for pytest is gigabytes:
+# a small one in between, started anew, has a small peak to hand on.
+_IN_BETWEEN = """
+import json, resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+unit = 1 if sys.platform == "darwin" else 1024
+print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss * unit]))
+"""
+
+
+def run_measured(*arguments: object) -> tuple[float, int]:
+    """Run a pipeline command that must succeed; its CPU seconds and its peak memory in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_BETWEEN, *command("pipeline", *arguments)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    code, cpu_s, peak_bytes = json.loads(done.stdout)
+    assert code == 0
+    return cpu_s, peak_bytes

@@ -24,6 +24,7 @@ from pipeline.tokenbin import TokenBinError
 from trainer.checkpoint import CheckpointError
 from trainer.config import ConfigError, load_config
 from trainer.loop import make_plan, train
+from trainer.metrics import MetricsError
 from trainer.ranks import RankError, choose_ranks, joined, launch, launched_by, tell_story
 from trainer.run import RunError
 from trainer.sample import SampleError, sample
@@ -33,6 +34,7 @@ MISTAKES = (
     CheckpointError,
     ConfigError,
     ContextLengthError,
+    MetricsError,
     ModelConfigError,
     NotEnoughMemoryError,
     OSError,

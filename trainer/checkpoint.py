@@ -103,11 +103,15 @@ def optimizer_tensors(model: LLaMAModel, optimizer: torch.optim.AdamW) -> dict[s
     }
 
 
-def prune(run: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove all but the last few checkpoints and those at every `keep_every` steps."""
+def prune(run: Path, step: int, keep_last: int, keep_every: int | None) -> None:
+    """Remove all but the last few checkpoints up to `step` and those at every `keep_every` steps.
+
+    What is newer was damaged and passed over; it counts for nothing and is written anew in time.
+    """
     for draft in directory_of(run).glob("partial-*"):
         shutil.rmtree(draft)
-    for path in _newest_first(run)[keep_last:]:
+    older = [path for path in _newest_first(run) if _step_of(path) <= step]
+    for path in older[keep_last:]:
         if not (keep_every and _step_of(path) % keep_every == 0):
             shutil.rmtree(path)
 
@@ -135,28 +139,43 @@ def open_checkpoint(path: Path) -> Checkpoint:
     state_path = path / "state.json"
     try:
         state = orjson.loads(state_path.read_bytes())
-        version, step, order = state["format_version"], state["step"], state["order"]
-        files: dict[str, dict[str, Any]] = state["files"]
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        version, step, order = state["format_version"], state["step"], dict(state["order"])
+        files = {
+            name: (int(expected["size"]), str(expected["sha256"]))
+            for name, expected in state["files"].items()
+        }
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{state_path}: unreadable ({error})") from None
+    if step != _step_of(path):
+        raise CheckpointError(f"{state_path}: says step {step}, its directory {path.name}")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{state_path}: format version {version}, but this program reads {FORMAT_VERSION}"
         )
-    for name, expected in files.items():
+    for name, (size, sha256) in files.items():
         file = path / name
-        size = file.stat().st_size if file.is_file() else -1
-        if size != expected["size"]:
-            found = "missing" if size < 0 else f"{size:,} bytes"
-            raise CheckpointError(f"{file}: {found}, expected {expected['size']:,} bytes")
-        if sha256_of(file) != expected["sha256"]:
+        have = file.stat().st_size if file.is_file() else -1
+        if have != size:
+            found = "missing" if have < 0 else f"{have:,} bytes"
+            raise CheckpointError(f"{file}: {found}, expected {size:,} bytes")
+        if sha256_of(file) != sha256:
             raise CheckpointError(f"{file}: its content has changed since it was written")
     return Checkpoint(path, step, order)
 
 
 def newest_valid(run: Path) -> Checkpoint | None:
-    """The checkpoint to go on from; damaged ones are named and passed over."""
-    return next(_valid_ones(run), None)
+    """The checkpoint to go on from, if there are any; damaged ones are named and passed over.
+
+    Raises:
+        CheckpointError: there are some and all are damaged. To begin anew would end the run.
+    """
+    found = next(_valid_ones(run), None)
+    if found is None and (damaged := _newest_first(run)):
+        raise CheckpointError(
+            f"{directory_of(run)}: damaged, all of them ({', '.join(p.name for p in damaged[:5])})"
+            f": bring one back, or remove them to begin anew"
+        )
+    return found
 
 
 def _valid_ones(run: Path) -> Iterator[Checkpoint]:

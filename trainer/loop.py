@@ -294,8 +294,11 @@ def make_plan(config: Config, world_size: int, device: torch.device | None) -> P
 
 def closing_words(run: RunDirectory, plan: Plan, val_loss: float | None) -> str:
     """The loss curve and what the last validation loss is worth."""
-    losses = [row["loss"] for row in run.rows("step") if row["loss"] is not None]
-    words = f"loss {losses[0]:.4f} {curve(losses)} {losses[-1]:.4f}"
+    rows = run.rows("step")
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    words = f"loss {losses[0]:.4f} {curve(losses)} {losses[-1]:.4f}" if losses else "no loss"
+    if num_bad := len(rows) - len(losses):
+        words += f"\nthe loss was not finite in {num_bad} of {len(rows)} steps: the run has failed"
     if val_loss is None or plan.val_bins is None:
         return f"{words}\nno validation data: nothing to compare with"
     entropy = unigram_entropy(plan.val_bins)

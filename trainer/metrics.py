@@ -31,6 +31,10 @@ PEAK_FLOPS = {
 }
 
 
+class MetricsError(Exception):
+    """`metrics.jsonl` holds something else than rows."""
+
+
 class MetricsLog:
     """Appends rows to `metrics.jsonl`, each on the disk's side of the process at once."""
 
@@ -56,7 +60,12 @@ def cut_back(path: Path, step: int) -> None:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            row = orjson.loads(line)
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise MetricsError(
+                    f"{path}: byte {kept:,}: not JSON ({error}): mend or remove it"
+                ) from None
             if row["step"] > step or (row["step"] == step and row["kind"] == "step"):
                 break
             kept += len(line)

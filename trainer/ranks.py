@@ -118,6 +118,8 @@ def launched_by(environment: Mapping[str, str]) -> Launched | None:
             if not text.isdecimal():
                 raise RankError(f"{name} is {text!r}, expected a number")
             numbers[name] = int(text)
+    if numbers.get("MASTER_PORT", 0) > 65_535:
+        raise RankError(f"MASTER_PORT is {numbers['MASTER_PORT']}, expected at most 65535")
     if {"RANK", "WORLD_SIZE"} <= numbers.keys() and numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise RankError(
             f"RANK is {numbers['RANK']}, but WORLD_SIZE {numbers['WORLD_SIZE']} allows "

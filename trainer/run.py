@@ -82,6 +82,8 @@ class RunDirectory:
             self._check_order(found)
             checkpoints.load_into(found, model, optimizer)
             self.step = found.step
+            if self.step >= self._config.train.steps:
+                return self.step  # nothing to do, and so nothing to write
         if self._ranks.is_first:
             changes = self._settle(found)
         self._ranks.wait()  # nobody trains before the directory is in order
@@ -147,7 +149,7 @@ class RunDirectory:
         if self._ranks.is_first:
             settings = self._config.checkpoint
             checkpoints.save(self.path, step, model, optimizer, self._order_facts)
-            checkpoints.prune(self.path, settings.keep_last, settings.keep_every)
+            checkpoints.prune(self.path, step, settings.keep_last, settings.keep_every)
 
     def close(self) -> None:
         """Nothing more is written."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from model import weights
 from model.generate import generate
-from pipeline.tokenbin import read_dataset
+from pipeline.tokenbin import read_dataset, sha256_of
 from trainer import checkpoint as checkpoints
 
 
@@ -40,6 +40,8 @@ def sample(
     path = run / "tokenizer.json"
     if not path.exists():
         raise SampleError(f"{path}: there is no such file; is {run} a run directory?")
+    if sha256_of(path) != read_dataset(run).tokenizer_sha256:
+        raise SampleError(f"{path}: not the one that dataset.json beside it names: copy the bins'")
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True  # end-of-text spelled in a prompt is ordinary text
     tokenizer.no_truncation()

@@ -239,3 +239,23 @@ def test_a_sample_that_cannot_fit_is_refused() -> None:
     require_memory(1_000_000)
     with pytest.raises(TokenizerError, match="32-bit pair counts"):
         require_memory(10**11)
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
+    """Without byte-level cutting what has no symbol vanishes, and no id tells of it."""
+    path = write_bytes_tokenizer(
+        tmp_path / "t.json", pre_tokenizer={"type": "Whitespace"}, normalizer=None
+    )
+    with pytest.raises(TokenizerError, match="it loses text"):
+        load(path)
+
+
+def test_another_model_than_bpe_is_refused(tmp_path: Path) -> None:
+    """A WordPiece has words, and no bytes for what is none of them."""
+    path = write_bytes_tokenizer(tmp_path / "t.json")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    content["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(TokenizerError, match="a WordLevel model, expected BPE"):
+        load(path)

@@ -2,21 +2,17 @@
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 from making import (
-    ROOT,
     bytes_dataset,
-    command,
-    environment,
     frame,
     line,
     num_tokens,
+    run_measured,
     write_bytes_tokenizer,
     write_shard,
 )
@@ -266,24 +262,13 @@ def peak_of_tokenizing(folder: Path, num_bytes: int) -> int:
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         tokenizer.write_bytes(train(words * 2, 4096))
-    process = subprocess.Popen(
-        command(
-            *("pipeline", "tokenize", "--data", source.parent, "--tokenizer", tokenizer),
-            *("--out", source.parent.with_name("bins"), "--workers", 1, "--holdout", 0),
-        ),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    arguments = ("tokenize", "--data", source.parent, "--tokenizer", tokenizer)
+    arguments += ("--out", source.parent.with_name("bins"), "--workers", 1, "--holdout", 0)
+    return run_measured(*arguments)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="measures by wait4")
+@pytest.mark.skipif(os.name == "nt", reason="has no rusage")
 def test_memory_does_not_grow_with_the_shard(tmp_path: Path) -> None:
     """A shard of The Pile is larger than the machine, and there is one in each worker."""
     small, large = (peak_of_tokenizing(tmp_path, size) for size in (100_000_000, 300_000_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_what_was_not_finished_is_never_found(tmp_path: Path) -> None:
     (partial / "state.json").write_bytes(b"{")
     assert newest_valid(tmp_path) == whole
     assert not list(whole.path.parent.glob("step-000020"))
-    prune(tmp_path, keep_last=1, keep_every=None)
+    prune(tmp_path, 10, keep_last=1, keep_every=None)
     assert not partial.exists()
 
 
@@ -111,7 +112,7 @@ def test_the_last_few_and_every_nth_are_kept(tmp_path: Path) -> None:
     model, optimizer = a_model(steps=0)
     for step in range(10, 70, 10):
         save(tmp_path, step, model, optimizer, {})
-    prune(tmp_path, keep_last=2, keep_every=20)
+    prune(tmp_path, 60, keep_last=2, keep_every=20)
     kept = sorted(path.name for path in checkpoints.directory_of(tmp_path).iterdir())
     assert kept == ["step-000020", "step-000040", "step-000050", "step-000060"]
 
@@ -132,3 +133,34 @@ def test_a_missing_checkpoint_is_said_with_what_there_is(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="there is: step-000005"):
         choose(tmp_path, "step-7")
     assert choose(tmp_path, "step-5").step == choose(tmp_path, "step-000005").step == 5
+
+
+def test_a_damaged_checkpoint_never_pushes_out_a_good_one(tmp_path: Path) -> None:
+    """It has the higher number, and would count as the newest for ever."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, *a_model(steps=0), {})
+    for step in (20, 30):
+        (checkpoints.directory_of(tmp_path) / f"step-{step:06d}" / "state.json").write_bytes(b"{")
+    again = save(tmp_path, 11, *a_model(steps=0), {})
+    prune(tmp_path, 11, keep_last=1, keep_every=None)
+    assert newest_valid(tmp_path) == again
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    """It would cut its metrics to nothing and go for days before anybody looks."""
+    whole = save(tmp_path, 10, *a_model(steps=0), {})
+    (whole.path / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"all of them.*step-000010.*begin anew"):
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"files": 3}, {"order": 3}, {"step": "x"}, {"step": 4}, {"files": {"a": {}}}]
+)
+def test_a_state_that_was_edited_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
+    """Its step says which windows come next: a wrong one trains on the wrong data."""
+    whole = save(tmp_path, 6, *a_model(steps=0), {})
+    state = json.loads((whole.path / "state.json").read_text())
+    (whole.path / "state.json").write_text(json.dumps(state | change))
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        checkpoints.open_checkpoint(whole.path)
