@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
 OURS = {  # options of `tokenize`
     "piledriver": (),
-    "piledriver, --encoder tokenizers": ("--encoder", "tokenizers"),
+    "its reference: --encoder tokenizers": ("--encoder", "tokenizers"),
 }
 THEIRS = {  # files in peers/
     "nanoGPT-style: datasets, tiktoken": "nanogpt_style.py",

@@ -33,11 +33,14 @@ def test_our_own_part_runs_and_is_measured(tmp_path: Path) -> None:
     tokenizer = write_bytes_tokenizer(tmp_path / "tokenizer.json")
     done = compare(
         *("--data", SAMPLE, "--tokenizer", tokenizer, "--repeats", 1, "--times", 2),
-        *("--only", "piledriver", "--scratch", tmp_path, "--peers", tmp_path / "peers"),
+        *("--only", "piledriver,its", "--scratch", tmp_path, "--peers", tmp_path / "peers"),
     )
     assert done.returncode == 0, done.stderr
     fast, reference = map(json.loads, done.stdout.splitlines())
-    assert (fast["tool"], reference["tool"]) == ("piledriver", "piledriver, --encoder tokenizers")
+    assert (fast["tool"], reference["tool"]) == (
+        "piledriver",
+        "its reference: --encoder tokenizers",
+    )
     documents = fast["tokens"] - fast["text_mb"] * 1e6  # a byte is a token here, and one ends each
     assert 0 < documents < 1000
     assert fast["tokens"] == reference["tokens"]
