@@ -32,7 +32,7 @@ from pipeline.shards import Batch
 
 EncoderName = Literal["auto", "fastokens", "tokenizers"]
 
-PIECE_CHARS = 1 << 18  # a longer text is cut, where that is safe
+PIECE_CHARS = 1 << 19  # a longer text is cut, where that is safe
 PROBE_CHARS = 1 << 12  # of the first documents of a shard, encoded twice
 CHECKED_IN = 1000  # one document of so many is encoded twice,
 CHECKED_CHARS = 1 << 16  # unless it is longer than this

@@ -23,7 +23,7 @@ from pipeline.tokenbin import Source, StaleError, pick_shards, shard_key
 
 SUFFIXES = (".jsonl.zst", ".jsonl")
 NEVER_TRAINED_ON = ("val", "test")
-BATCH_BYTES = 1 << 20  # of lines in a batch; a longer document makes a batch of its own
+BATCH_BYTES = 1 << 19  # of lines in a batch; a longer document makes a batch of its own
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_FEED, _SMALLEST_FEED = 1 << 14, 1 << 9
@@ -142,7 +142,6 @@ class Batch:
 
     texts: list[str] = field(default_factory=list[str])
     lines: list[int] = field(default_factory=list[int])  # from 1, blank lines counted
-    text_bytes: list[int] = field(default_factory=list[int])  # in UTF-8
     subsets: list[str] = field(default_factory=list[str])
     rejects: list[Reject] = field(default_factory=list[Reject])
     end: Place | None = None  # None for the last batch: nothing follows
@@ -150,8 +149,12 @@ class Batch:
     def add(self, text: str, line: int, subset: str) -> None:
         self.texts.append(text)
         self.lines.append(line)
-        self.text_bytes.append(len(text) if text.isascii() else len(text.encode()))
         self.subsets.append(subset)
+
+    @property
+    def text_bytes(self) -> list[int]:
+        """Of each text in UTF-8. Ask after encoding: a text keeps its UTF-8 once it was made."""
+        return [len(text) if text.isascii() else len(text.encode()) for text in self.texts]
 
 
 class ShardReader:
