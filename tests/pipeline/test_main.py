@@ -383,6 +383,33 @@ def test_a_missing_shard_stops_the_run_before_any_work(tmp_path: Path) -> None:
     assert not (tmp_path / "bins").exists()
 
 
+def test_what_would_spoil_the_bins_stops_the_run_before_any_work(tmp_path: Path) -> None:
+    """Each of these was once taken, and cost the folder or the validation."""
+    shard = write_shard(tmp_path / "data" / "00.jsonl.zst", ["a"])
+    write_bytes_tokenizer(tmp_path / "tokenizer.json")
+    ordinary = tokenize(tmp_path)
+    for option in ("--holdout", "--max-reject-share"):
+        done = run_cli(*ordinary, option, "nan")
+        assert done.returncode == 2  # click's, for what is wrong in the command line itself
+        assert "nan is no share" in done.stderr
+    assert "trained on too" in fail(*ordinary, "--val", shard)
+    assert "the shards are there" in fail(*ordinary, "--out", tmp_path / "data")
+    (tmp_path / "data" / "01.jsonl.zst").symlink_to(tmp_path / "gone")
+    assert "01.jsonl.zst: named like a shard, but no file" in fail(*ordinary)
+    assert not (tmp_path / "bins").exists()
+
+
+def test_an_adopted_bin_is_not_replaced(tmp_path: Path) -> None:
+    """No shard could bring it back."""
+    write_shard(tmp_path / "data" / "00.jsonl.zst", ["a"])
+    tokenizer = write_bytes_tokenizer(tmp_path / "tokenizer.json")
+    bare = tmp_path / "00.bin"
+    np.array([98, 256], np.uint16).tofile(bare)
+    succeed("verify", tmp_path / "bins", "--adopt", bare, "--tokenizer", tokenizer)
+    assert "adopted, and shard 00 would replace it" in fail(*tokenize(tmp_path))
+    assert (tmp_path / "bins" / "train" / "00.bin").read_bytes() == bare.read_bytes()
+
+
 def test_too_little_disk_stops_the_run_before_any_work(tmp_path: Path) -> None:
     """A file that claims more than the disk has is enough to see it."""
     huge = write_shard(tmp_path / "data" / "00.jsonl.zst", ["a"])
