@@ -51,11 +51,11 @@ def run(jobs: list[Job], workers: int) -> dict[str, str]:
 
 
 def write_slow_shards(folder: Path, count: int) -> dict[str, int]:
-    """Shards that take about a second each: words that no cache knows. Tokens, by shard."""
+    """Shards that take seconds each: words that no cache knows. Tokens, by shard."""
     tokens: dict[str, int] = {}
     for number in range(count):
         digits = random.Random(number)
-        texts = [" ".join(str(digits.random()) for _ in range(150)) for _ in range(400)]
+        texts = [" ".join(str(digits.random()) for _ in range(150)) for _ in range(2000)]
         write_shard(folder / "data" / f"{number:02d}.jsonl.zst", texts)
         tokens[f"{number:02d}"] = num_tokens(texts)
     return tokens
@@ -77,11 +77,11 @@ def wait_for(pattern: str, folder: Path) -> Path:
 
 
 def start_tokenize(folder: Path) -> subprocess.Popen[bytes]:
-    """The command with two workers, in a session of its own."""
+    """The command with two workers and the slow encoder, in a session of its own."""
     write_bytes_tokenizer(folder / "tokenizer.json")
     arguments = ["tokenize", "--data", folder / "data", "--out", folder / "bins", "--workers", 2]
     return subprocess.Popen(
-        command("pipeline", *arguments, "--holdout", 0),
+        command("pipeline", *arguments, "--holdout", 0, "--encoder", "tokenizers"),
         cwd=ROOT,
         env=environment(),
         start_new_session=True,
@@ -158,7 +158,7 @@ def test_a_run_that_is_stopped_leaves_no_process_and_is_taken_up(
     straight = tmp_path / "straight"
     done = run_cli(
         *("tokenize", "--data", tmp_path / "data", "--tokenizer", tmp_path / "tokenizer.json"),
-        *("--out", straight, "--holdout", 0, "--workers", 1),
+        *("--out", straight, "--holdout", 0, "--encoder", "tokenizers"),
     )
     assert done.returncode == 0, done.stderr
     for path in straight.rglob("*.*"):
